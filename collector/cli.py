@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
 import sys
-import tempfile
-import traceback
 
 import click
-from click.shell_completion import get_completion_class
 
-from collector.commands import compare, dashboard, doctor, report, run, storage, tune
-from collector.commands.demo import replay
-from collector.commands.programs import api, mcp
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
+#: Module of `collector.commands` -> its commands.
+_MODULES = {
+    "compare": ("check", "compare"),
+    "dashboard": ("dashboard",),
+    "demo.replay": ("demo",),
+    "doctor": ("doctor",),
+    "programs.api": ("api",),
+    "programs.mcp": ("mcp",),
+    "report": ("report", "runs", "snapshot", "stacks"),
+    "run": ("collect", "job", "run", "watch"),
+    "storage": ("export", "ignore", "prune", "tag"),
+    "tune": ("tune",),
+}
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    """The group of all commands. A command's module is imported when it is asked for, so that others start fast."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of all commands, in the order of the help."""
+        return sorted({*self.commands, *itertools.chain(*_MODULES.values())})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Return the command of this name; None if there is none, and then all are there to suggest another."""
+        if name not in self.commands:
+            modules = [module for module, names in _MODULES.items() if name in names]
+            for module in modules or _MODULES:
+                loaded = importlib.import_module(f"collector.commands.{module}")
+                for each in _MODULES[module]:
+                    self.add_command(getattr(loaded, each))
+        return super().get_command(context, name)
+
+
+@click.group(cls=_Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tidegauge", prog_name="tidegauge", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -27,39 +54,15 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@click.command()
+@cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the completion for a shell. Use: eval "$(tidegauge completion bash)"."""
+    from click.shell_completion import get_completion_class
+
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "tidegauge", "_TIDEGAUGE_COMPLETE").source())
-
-
-for _command in (
-    run.run,
-    run.job,
-    replay.demo,
-    run.watch,
-    run.collect,
-    tune.tune,
-    report.report,
-    report.runs,
-    storage.tag,
-    storage.ignore,
-    compare.compare,
-    compare.check,
-    report.snapshot,
-    report.stacks,
-    storage.export,
-    storage.prune,
-    dashboard.dashboard,
-    doctor.doctor,
-    mcp.mcp,
-    api.api,
-    completion,
-):
-    cli.add_command(_command)
 
 
 def main() -> None:
@@ -90,6 +93,9 @@ def main() -> None:
 
 
 def _save_traceback() -> str:
+    import tempfile
+    import traceback
+
     try:
         with tempfile.NamedTemporaryFile("w", prefix="tidegauge-", suffix=".txt", delete=False) as stream:
             traceback.print_exc(file=stream)

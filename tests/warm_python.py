@@ -110,9 +110,9 @@ def _begin(words: list[str], env: dict[str, str], folder: str) -> CodeType:
     with suppress(ImportError):
         importlib.import_module("sitecustomize")
     if env.get("TIDEGAUGE_RUN_DIR") and env.get("TIDEGAUGE_DISABLED") != "1":
-        attach = importlib.import_module("training_harness.attach")
-        for name in sorted(attach.TRIGGERS & sys.modules.keys()):
-            attach.on_import(name)
+        installation = importlib.import_module("training_harness.installation")
+        for name in sorted(installation.TRIGGERS & sys.modules.keys()):
+            installation.on_import(name)
     main = vars(sys.modules["__main__"])
     del main["serve"]
     main["__file__"] = words[0]

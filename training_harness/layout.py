@@ -22,7 +22,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import stat
@@ -116,7 +115,7 @@ def home_path() -> Path:
 def new_run_id(name: str, *, wall_seconds: float) -> str:
     """Return `<UTC yyyymmdd-hhmmss>-<name>-<4 hex>`; characters that are awkward in a path become `-`."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_seconds))
-    return f"{stamp}-{slug(name)}-{secrets.token_hex(2)}"
+    return f"{stamp}-{slug(name)}-{os.urandom(2).hex()}"
 
 
 def slug(name: str) -> str:
@@ -147,7 +146,7 @@ def create_run(
     if (run_dir / MANIFEST).exists():
         if not read_manifest(run_dir).get(MIRROR):
             raise FileExistsError(errno.EEXIST, f"run {run_id} exists already", str(run_dir))
-        mirror = run_dir.with_name(f"{HIDDEN_PREFIX}{run_dir.name}-{secrets.token_hex(4)}")
+        mirror = run_dir.with_name(f"{HIDDEN_PREFIX}{run_dir.name}-{os.urandom(4).hex()}")
         os.rename(run_dir, mirror)  # the mirror of the other nodes' part gives way to the run itself
         shutil.rmtree(mirror)
     manifest = {

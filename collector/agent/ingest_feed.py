@@ -146,6 +146,9 @@ class Feed:
         self._thread.start()
 
     def _finish(self, write_last: Callable[[], None]) -> bool:
+        # A store on the network may not answer; then its process can be killed.
+        if self._ingester is not None and not self._is_remote:
+            self._ingester.move_here()
         self._ingest()
         write_last()
         if self._fails_since_ns is None:

@@ -2,7 +2,8 @@
 
 The process begins at the first request. A run's own lake needs it for a moment every few minutes, so it ends after
 each ingest; that of a store on the network stays. Requests and answers are lines of JSON in pipes. It ends, too,
-when the collector does.
+when the collector does. The last ingest of a run's own lake takes place in the collector's process: the verdict,
+which is next, needs DuckDB and PyArrow there.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class IngestProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._last_words = ""
         self._child_ns = 0
+        self._is_here = False
+        self._ingester: Ingester | None = None
         self._lock = follow_run(run)
 
     def open(self) -> None:
@@ -97,6 +100,11 @@ class IngestProcess:
         self._child.wait()
         self._child, self._last_words = None, lines[-1] if lines else "it said nothing"
 
+    def move_here(self) -> None:
+        """Ingest in this process from now on."""
+        self.rest()
+        self._is_here = True
+
     def kill(self) -> None:
         """End the process at once: its store does not answer."""
         if (child := self._child) is not None:
@@ -109,6 +117,9 @@ class IngestProcess:
         return procfs.anon_bytes("/proc", child.pid) or 0 if child is not None and child.returncode is None else 0
 
     def _ask(self, request: str) -> Any:
+        if self._is_here:
+            self._ingester = self._ingester or _open(self._run, self._lock, self._counts)
+            return _perform(self._ingester, request)
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -176,6 +187,29 @@ def _send(pipe: IO[bytes], message: object) -> None:
     pipe.flush()
 
 
+def _open(run: Run, lock: int, counts: Counts | _CountsOfParent | None) -> Ingester:
+    """Open the lake of a run whose lock is held.
+
+    Raises:
+        TidegaugeError: it cannot be opened.
+    """
+    from collector.store import Ingester
+
+    return Ingester(run, counts=counts, lock=os.dup(lock))
+
+
+def _perform(ingester: Ingester, request: str) -> Any:
+    """Return the result of a request; that of an ingest is a dictionary."""
+    match request:
+        case "step":
+            return asdict(ingester.step())
+        case "maintain":
+            return ingester.maintain()
+        case "close":
+            return ingester.close()
+    return None
+
+
 class _CountsOfParent:
     """The totals in the process that asks."""
 
@@ -211,24 +245,14 @@ class _WithoutPandas(MetaPathFinder):
 def main() -> None:
     """Answer requests until their pipe is closed."""
     sys.meta_path.insert(0, _WithoutPandas())
-    from collector.store import Ingester
-
     path, lock, *counts = sys.argv[2:]
     ingester: Ingester | None = None
     while request := sys.stdin.readline():
         try:
             if ingester is None:
                 totals = _CountsOfParent(has_begun=counts == ["begun"]) if counts else None
-                ingester = Ingester(Run(Path(path)), counts=totals, lock=os.dup(int(lock)))
-            match json.loads(request):
-                case "step":
-                    _answer(result=asdict(ingester.step()))
-                case "maintain":
-                    _answer(result=ingester.maintain())
-                case "close":
-                    _answer(result=ingester.close())
-                case "open":
-                    _answer(result=None)
+                ingester = _open(Run(Path(path)), int(lock), totals)
+            _answer(result=_perform(ingester, json.loads(request)))
         except TidegaugeError as error:
             _answer(error=str(error))
     os._exit(0)  # The interpreter's own end takes 50 ms, and nothing is left to do.

@@ -1,37 +1,29 @@
-"""Start the collector for a command that it runs (`run`), or for a process that already runs (`watch`).
+"""Start the command of `tidegauge run`; it is a direct child, and the shim installs its hooks.
 
-The command is a direct child, and the shim installs its hooks. A watched process has no hooks, so it has no steps
-and no batches.
+The command begins before the modules that follow it are imported: it waits for nothing of the collector's.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from collector.agent.loop import DEFAULT_INTERVAL_SECONDS, Agent, collect, follow, manifest_process, update_manifest
 from collector.agent.problems import say
-from collector.agent.samplers import procfs
-from collector.agent.samplers.procfs import LocalProcess
 from collector.errors import TidegaugeError
 from collector.store import Run
 from training_harness import layout, ptracer
-from training_harness.journal import start_ticks
 
 if TYPE_CHECKING:
     from collector.agent.live.outlets import Outlets
 
+DEFAULT_INTERVAL_SECONDS = 1.0
 INTERVAL_BOUNDS_SECONDS = (0.05, 60.0)
 #: Exit statuses of a shell.
 EXIT_NOT_EXECUTABLE = 126
@@ -50,9 +42,6 @@ _FORWARDED = (
 )
 #: The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-_PROC = "/proc"
-#: Seconds that git has to compare the working tree with the commit, once the command has begun.
-_GIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +102,7 @@ def run_command(
         if run is None:
             child.wait()
         else:
-            is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.awaits_store
+            is_stored = _follow(run, child, interval_seconds, on_ready, outlets) or not run.awaits_store
     status = child.wait()
     exit_status = EXIT_SIGNAL_BASE - status if status < 0 else status
     return RunOutcome(run=run, exit_status=exit_status, is_stored=is_stored)
@@ -191,102 +180,23 @@ def _fail_to_start(program: str, error: OSError, run: Run | None) -> RunOutcome:
     return RunOutcome(run=None, exit_status=exit_status)
 
 
-def _follow_child(
+def _follow(
     run: Run,
     child: subprocess.Popen[bytes],
     interval_seconds: float,
     on_ready: Callable[[Run], None] | None,
     outlets: Outlets | None,
 ) -> bool:
-    """Follow the child to its end and close the run; wait for the child even if the collector fails.
-
-    Returns:
-        Whether all records are stored.
-    """
+    """Follow the child to its end and return whether all records are stored; wait for it if the collector fails."""
     try:
-        command = LocalProcess(child.pid, start_ticks(child.pid))
-        if outlets is not None:
-            outlets.begin(run)
-        agent = Agent(run, command=command, is_parent=True, outlets=outlets)
-        with suppress(OSError, ValueError):
-            update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
-        if on_ready is not None:
-            on_ready(run)
-        # A slow git must not delay the first samples. Nothing else changes the manifest meanwhile.
-        git = threading.Thread(target=_compare_with_commit, args=(run,), name="git", daemon=True)
-        git.start()
-        with _end_of(child) as wait:
-            follow(agent, _warn_of_store(agent, wait), interval_seconds=interval_seconds)
-        exit_status = child.wait()
-        git.join()
-        with suppress(OSError, ValueError):
-            update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=exit_status)
-        agent.command_ended(exit_status)
-        if agent.finish():
-            return True
-        reason = agent.ingest_failure or "the store does not answer"
-        say(f"{reason}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
+        # Imported here: the command begins meanwhile.
+        from collector.agent.child import follow_child
+
+        return follow_child(run, child, interval_seconds, on_ready, outlets)
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         say(f"the collector stopped ({type(error).__name__}: {error}): the command and its journals go on")
         child.wait()
     return False
-
-
-def _compare_with_commit(run: Run) -> None:
-    """Note in the manifest whether the working tree differs from the git commit."""
-    with suppress(OSError, ValueError, TidegaugeError):
-        manifest = run.manifest
-        update_manifest(run, git_dirty=_is_dirty(manifest["cwd"]) if manifest["git_commit"] else None)
-
-
-def _is_dirty(folder: str) -> bool | None:
-    """Return True if tracked files differ from the git commit; None if git does not say so quickly."""
-    command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
-    try:
-        git = subprocess.run(command, cwd=folder, capture_output=True, timeout=_GIT_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return bool(git.stdout.strip()) if git.returncode == 0 else None
-
-
-def _warn_of_store(agent: Agent, wait: Callable[[float], bool]) -> Callable[[float], bool]:
-    """Wrap `wait`, to report once that the store takes no records."""
-    warned = False
-
-    def warn_and_wait(seconds: float) -> bool:
-        nonlocal warned
-        if agent.ingest_failure and not warned:
-            warned = True
-            say(f"{agent.ingest_failure}; the training goes on, and its records wait here until it can")
-        return wait(seconds)
-
-    return warn_and_wait
-
-
-@contextmanager
-def _end_of(child: subprocess.Popen[bytes]) -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits some seconds or until the child ends, and returns whether it has ended."""
-
-    def wait(seconds: float) -> bool:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(seconds)
-        return child.poll() is not None
-
-    def wait_for_descriptor(seconds: float) -> bool:
-        poller.poll(seconds * 1000)
-        return child.poll() is not None
-
-    try:
-        descriptor = os.pidfd_open(child.pid)
-    except OSError:  # A kernel before 5.3, or a sandbox.
-        yield wait
-        return
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    try:
-        yield wait_for_descriptor
-    finally:
-        os.close(descriptor)
 
 
 class _SignalForwarder:
@@ -323,49 +233,3 @@ class _SignalForwarder:
             self._pending.append(number)
         else:
             self._child.send_signal(number)
-
-
-def watch(
-    pid: int,
-    *,
-    home: Path,
-    name: str | None = None,
-    tags: Mapping[str, str] | None = None,
-    interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
-    on_ready: Callable[[Run], None] | None = None,
-    outlets: Outlets | None = None,
-) -> Run:
-    """Sample a process of this host and its descendants until it ends, or until Ctrl-C; the process is not touched.
-
-    The other arguments are those of `run_command`; `on_ready` is called before the first sample.
-
-    Raises:
-        TidegaugeError: there is no such process, the interval is out of bounds, or the home cannot be written.
-    """
-    check_interval(interval_seconds)
-    # /proc/ID exists for a thread too, but is not listed.
-    stat = procfs.read_stat(_PROC, pid) if pid in procfs.pids(_PROC) else None
-    if stat is None or stat.has_ended:
-        raise TidegaugeError(f"no process {pid} runs here; `pgrep -f train.py` prints the pid of a running script")
-    try:
-        run = _create_watched_run(LocalProcess(pid, stat.start_ticks), home, name, tags)
-    except OSError as error:
-        raise TidegaugeError(
-            f"cannot write in {home} ({error.strerror}); give --home or {layout.HOME_VARIABLE} a directory that "
-            "can be written"
-        ) from None
-    if on_ready is not None:
-        on_ready(run)
-    collect(run, interval_seconds=interval_seconds, outlets=outlets)
-    if run.manifest["end_time_ns"] is None:  # Ctrl-C ends the watch, not the process.
-        update_manifest(run, end_time_ns=time.monotonic_ns())
-    return run
-
-
-def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str] | None) -> Run:
-    argv = [word for word in procfs.read_command_line(_PROC, key.pid) if word] or [str(key.pid)]
-    run = Run(layout.create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
-    # `create_run` has recorded these of this process; those of the watched one are unknown.
-    unknown: dict[str, object] = {"cwd": None, "environment": {}, "slurm": {}, "python": None, "git_commit": None}
-    update_manifest(run, watched=True, command=manifest_process(key), **unknown)
-    return run

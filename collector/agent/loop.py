@@ -31,7 +31,6 @@ from training_harness.records import STREAMS
 if TYPE_CHECKING:
     from collector.agent.live.outlets import Outlets
 
-DEFAULT_INTERVAL_SECONDS = 1.0
 #: Seconds that orphaned workers have to end before the run is closed.
 ORPHANS_SECONDS = 1.0
 _ORPHANS_POLL_SECONDS = 0.05
@@ -334,7 +333,7 @@ def follow(
     agent: Agent,
     wait: Callable[[float], bool],
     *,
-    interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
+    interval_seconds: float,
     clock_ns: Callable[[], int] = time.monotonic_ns,
 ) -> None:
     """Tick at a fixed rate, free of drift, until the run has ended; skip a tick that is late.
@@ -360,9 +359,7 @@ def follow(
                 agent.sample_between_ticks(now_ns)
 
 
-def collect(
-    run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS, outlets: Outlets | None = None
-) -> bool:
+def collect(run: Run, *, interval_seconds: float, outlets: Outlets | None = None) -> bool:
     """Resume an abandoned run: ingest everything, and follow its living processes until they end.
 
     A run of another host, or of this one before its last boot, is only ingested: its clock is not

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import os
 import signal
@@ -105,6 +104,8 @@ class DashboardServer:
         Raises:
             TidegaugeError: it has ended, or does not answer.
         """
+        import http.client
+
         deadline = time.monotonic() + _START_SECONDS
         while self._child.poll() is None and time.monotonic() < deadline:
             with suppress(OSError, http.client.HTTPException):

@@ -121,21 +121,27 @@ def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parse_address(context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    if require_value(context, option, value) is None:
+        return None
     from collector.agent.live.prometheus import parse_address
 
-    return _parse(parse_address, require_value(context, option, value))
+    return _parse(parse_address, value)
 
 
 def _parse_command(context: click.Context, option: click.Parameter, value: str | None) -> Sender | None:
+    if require_value(context, option, value) is None:
+        return None
     from collector.agent.live.alerts import command_sender
 
-    return _parse(command_sender, require_value(context, option, value))
+    return _parse(command_sender, value)
 
 
 def _parse_webhook(context: click.Context, option: click.Parameter, value: str | None) -> Sender | None:
+    if require_value(context, option, value) is None:
+        return None
     from collector.agent.live.alerts import webhook_sender
 
-    return _parse(webhook_sender, require_value(context, option, value))
+    return _parse(webhook_sender, value)
 
 
 def _parse_trackers(_context: click.Context, _option: click.Parameter, names: Sequence[str]) -> Trackers | None:
@@ -148,9 +154,11 @@ def _parse_trackers(_context: click.Context, _option: click.Parameter, names: Se
 
 def parse_on_hang(context: click.Context, option: click.Parameter, value: str | None) -> HangReports | None:
     """Return the reports of hangs with the action of `--on-hang`."""
+    if require_value(context, option, value) is None:
+        return None
     from collector.agent.live.hangs import HangReports
 
-    return _parse(HangReports, require_value(context, option, value))
+    return _parse(HangReports, value)
 
 
 def before_oom_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,4 +262,4 @@ def show_table(table: Table) -> None:
     """Print a table on stdout; do not wrap it in a pipe."""
     from collector.report.terminal import Terminal
 
-    Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
+    Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print_table(table)

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import itertools
 import json
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -275,6 +274,8 @@ def the_app(module: str, purpose: str) -> Iterator[Any]:
     """
     if any(importlib.util.find_spec(name) is None for name in ("app", "plotly", "streamlit")):
         raise TidegaugeError(f"{purpose} the dashboard; install it with: pip install 'tidegauge[app]'")
+    import logging
+
     logging.disable(logging.WARNING)  # Streamlit warns that no session runs.
     try:
         yield importlib.import_module(module)

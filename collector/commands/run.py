@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -247,7 +246,7 @@ def watch(
     pid: int,
 ) -> None:
     """Watch a running process from outside. It reads memory, host and devices."""
-    from collector.agent.launch import watch as watch_process
+    from collector.agent.watch import watch as watch_process
     from collector.store import living_processes
 
     def announce(run: Run) -> None:
@@ -349,6 +348,8 @@ def _run(
             show_card(outcome.run, verdict, home=home, to_stderr=True)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the command's exit status stands
             if os.environ.get(DEBUG_VARIABLE) == "1":
+                import traceback
+
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
             click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)

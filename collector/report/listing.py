@@ -15,7 +15,7 @@ from rich.table import Table
 
 from collector.errors import TidegaugeError
 from collector.report.command_identity import Command, command_of
-from collector.report.known import home_of, known_files, known_findings
+from collector.report.known import Known, home_of, known_files, known_findings
 from collector.report.results import RESULT_FIGURES, Result, result_from, result_of_report
 from collector.store import (
     ANNOTATION,
@@ -27,6 +27,7 @@ from collector.store import (
     living_processes,
     read_document,
     started_wall_ns,
+    tags_of,
 )
 from collector.units import MISSING, duration, number, size
 from training_harness import layout
@@ -91,9 +92,10 @@ class ListEntry:
 
 def list_entry(run: Run) -> ListEntry:
     """Return the entry of a run in a list; its files are read again only if they have changed."""
-    files = [run.path / layout.MANIFEST, run.path / REPORT_NAME, *known_files(home_of(run))]
+    files = [run.path / layout.MANIFEST, run.path / REPORT_NAME]
     files += [document_path(run.path, name) for name in (ANNOTATION, RESULT)]
-    entry, has_ended = _read_entry(run, tuple(map(_version, files)))
+    known_versions = tuple(map(_version, known_files(home_of(run))))
+    entry, has_ended = _read_entry(run, tuple(map(_version, files)), known_versions)
     return entry if has_ended else replace(entry, status=_status_without_result(run))
 
 
@@ -122,6 +124,11 @@ def as_json(entry: ListEntry) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=16)
+def _read_known(home: Path, _versions: tuple[tuple[int, int], ...]) -> Known:
+    return known_findings(home)
+
+
 def _version(file: Path) -> tuple[int, int]:
     try:
         status = file.stat()
@@ -131,7 +138,9 @@ def _version(file: Path) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListEntry, bool]:
+def _read_entry(
+    run: Run, _versions: tuple[tuple[int, int], ...], known_versions: tuple[tuple[int, int], ...]
+) -> tuple[ListEntry, bool]:
     """Return the entry of a run, and True if its status cannot change any more."""
     result = result_from(read_document(run.path, RESULT)) or result_of_report(_saved_report(run))
     try:
@@ -140,7 +149,7 @@ def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListE
         return ListEntry(run_id=run.run_id, status=result.status if result else "damaged", result=result), True
     annotation, command = run.annotation, command_of(manifest)
     if result is not None:
-        known = known_findings(home_of(run))
+        known = _read_known(home_of(run), known_versions)
         reasons = [known.get((command, finding.identity)) for finding in result.findings]
         marked = [replace(each, known=reason) for each, reason in zip(result.findings, reasons, strict=True)]
         result = replace(result, findings=tuple(marked))
@@ -148,7 +157,7 @@ def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListE
         run_id=run.run_id,
         status=result.status if result else "ended",
         name=annotation.name or manifest["name"],
-        tags=run.tags,
+        tags=tags_of(manifest) if annotation.tags is None else annotation.tags,
         note=annotation.note,
         is_pinned=annotation.is_pinned,
         started_seconds=started_wall_ns(run.path) / 1e9,

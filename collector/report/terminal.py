@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from collector.errors import one_line, printable
 
@@ -22,6 +24,35 @@ class Terminal(Console):
         """Render as a console does, with the texts' control characters made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def print_table(self, table: Table) -> None:
+        """Print a table; one that needs no wrapping is written as lines, much faster than Rich does."""
+        lines = _aligned_lines(table)
+        if lines is None or max(map(cell_len, lines)) > self.width:
+            self.print(table)
+            return
+        self.print(Text(lines[0], style=table.header_style), no_wrap=True)
+        self.file.write("".join(f"{line}\n" for line in lines[1:]))
+
+
+def _aligned_lines(table: Table) -> list[str] | None:
+    """Return the header and the rows of a table; None if it has more, or a cell that is no plain line."""
+    _, right, _, _ = table.padding
+    styles = (*(column.style for column in table.columns), *(row.style for row in table.rows))
+    if any((table.box, table.title, table.caption, table.show_footer, table.expand, *styles)):
+        return None
+    columns = []
+    for column in table.columns:
+        cells = [column.header, *column.cells]
+        texts = [printable(cell) for cell in cells if isinstance(cell, str) and "\n" not in cell]
+        if len(texts) < len(cells):
+            return None
+        widths = [cell_len(text) for text in texts]
+        width, is_right = max(widths), column.justify == "right"
+        blanks = [" " * (width - each) for each in widths]
+        pairs = zip(blanks, texts, strict=True)
+        columns.append([blank + text if is_right else text + blank for blank, text in pairs])
+    return [(" " * right).join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 #: Characters of a text that Markdown would take as its own.

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         command_and_collector as command_and_collector,
         living_processes as living_processes,
         of_this_boot as of_this_boot,
+        tags_of as tags_of,
     )
 
 _NAMES = {
@@ -82,7 +83,7 @@ _NAMES = {
     "runs.annotations": "Annotation Edit",
     "runs.documents": "ANNOTATION KNOWN_FINDINGS RESULT SHARED_KNOWN_FINDINGS document_path read_document",
     "runs.locks": "follow_run",
-    "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot",
+    "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot tags_of",
 }
 
 

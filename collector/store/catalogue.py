@@ -91,24 +91,33 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-@functools.cache
 def is_trial(run: Run) -> bool:
     """Return True for a trial of `tidegauge tune`; False if the manifest cannot be read."""
-    try:
-        return layout.read_manifest(run.path).get("is_trial") is True
-    except (OSError, ValueError):
-        return False
+    return _constants(run.path)[1]
+
+
+def started_wall_ns(path: Path) -> int:
+    """Return the start of a run from its manifest, else from its id, else 0."""
+    return _constants(path)[0]
 
 
 @functools.cache
-def started_wall_ns(path: Path) -> int:
-    """Return the start of a run from its manifest, else from its id, else 0."""
+def _constants(path: Path) -> tuple[int, bool]:
+    """Return what never changes in a manifest: the start, and whether the run is a trial."""
     try:
-        anchors = layout.read_manifest(path)["anchors"].values()
-        return min(int(anchor["wall_ns"]) for anchor in anchors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
+        manifest = layout.read_manifest(path)
+    except (OSError, ValueError):
+        return _stamp_ns(path.name), False
     try:
-        return calendar.timegm(time.strptime(path.name[:_STAMP_CHARACTERS], "%Y%m%d-%H%M%S")) * 10**9
+        start_ns = min(int(anchor["wall_ns"]) for anchor in manifest["anchors"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        start_ns = _stamp_ns(path.name)
+    return start_ns, manifest.get("is_trial") is True
+
+
+def _stamp_ns(run_id: str) -> int:
+    """Return the time that a run id begins with; 0 if it does not."""
+    try:
+        return calendar.timegm(time.strptime(run_id[:_STAMP_CHARACTERS], "%Y%m%d-%H%M%S")) * 10**9
     except ValueError:
         return 0

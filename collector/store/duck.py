@@ -23,10 +23,10 @@ _EXTENSIONS = ("ducklake", "sqlite_scanner")
 ERRORS = (duckdb.Error, UnicodeDecodeError)
 #: Function that returns the rows of an SQL query.
 Ask = Callable[[str], list[tuple[Any, ...]]]
-#: (pid, threads) -> DuckDB instances that are not in use. Loading the extensions takes 0.2 s, so
-#: instances are reused. None is shared: DuckLake loses catalogs when threads attach at once. The pid
-#: is in the key because the threads of an instance do not survive a fork.
-_idle: defaultdict[tuple[int, int | None], list[Instance]] = defaultdict(list)
+#: pid -> DuckDB instances that are not in use. Loading the extensions takes 0.2 s, so instances are reused. None is
+#: shared: DuckLake loses catalogs when threads attach at once. The pid is the key because the threads of an
+#: instance do not survive a fork.
+_idle: defaultdict[int, list[Instance]] = defaultdict(list)
 _idle_lock = threading.Lock()
 #: Number of lake versions that an instance reads before it is replaced. It holds 0.2 MB for each (DuckLake's data
 #: about all columns); a new instance takes 0.3 s.
@@ -100,12 +100,15 @@ def borrow_instance(*, threads: int | None = None, lake: Hashable = None) -> Ite
         TidegaugeError: an extension cannot be loaded.
 
     """
-    idle = _idle[os.getpid(), threads]
+    idle = _idle[os.getpid()]
     with _idle_lock:
         instance = next((candidate for candidate in idle if candidate.lake == lake), idle[-1] if idle else None)
         if instance is not None:
             idle.remove(instance)
-    instance = instance or Instance(_new_instance(threads))
+    if instance is None:
+        instance = Instance(_new_instance(threads))
+    else:
+        instance.connection.execute("RESET threads" if threads is None else f"SET threads = {threads}")
     yield instance
     if instance.versions_count < _MOST_VERSIONS:
         with _idle_lock:

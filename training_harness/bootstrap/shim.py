@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
-#: Same modules as `training_harness.attach.TRIGGERS`, which this file must not import yet.
+#: Same modules as `training_harness.installation.TRIGGERS`, which this file must not import yet.
 _TRIGGERS = {
     "torch.utils.data.dataloader",
     "torch.optim.optimizer",
@@ -68,7 +68,7 @@ class _NotifyingLoader:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
-            from training_harness.attach import on_import
+            from training_harness.installation import on_import
 
             on_import(self._name)
         except Exception:

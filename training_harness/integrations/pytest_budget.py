@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from training_harness import command, layout, session
-from training_harness.attach import announce, attach, detach, start_collector
 from training_harness.budget import Budget
+from training_harness.installation import announce, attach, detach, start_collector
 
 #: Seconds between samples: a test is short, and a trend takes twelve of them.
 _INTERVAL_SECONDS = 0.2

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from collector.diagnosis.loading.loaders import all_loops, own_pass
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, written
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth
+from collector.diagnosis.statistics.student_t import student_t_quantile
 from collector.findings import Advice, Evidence
 from collector.store import ProcessKey
 
@@ -173,7 +173,7 @@ def _rise(name: str, segments: Floats, times: Floats, values: Floats, least_rise
     if between_seconds > 0 and at_sum / at_times.sum() < _LEAST_RATE_RATIO * between_sum / between_seconds:
         return None
     error = float(at_values.std(ddof=1)) / np.sqrt(count)
-    if at_sum / count < stdtrit(count - 1, _CONFIDENCE) * error:
+    if at_sum / count < student_t_quantile(count - 1, _CONFIDENCE) * error:
         return None
     return RiseAtOccasions(
         names=(name,),

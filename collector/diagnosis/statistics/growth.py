@@ -24,10 +24,12 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri, stdtrit
+
+from collector.diagnosis.statistics.student_t import student_t_quantile
 
 Floats = npt.NDArray[np.float64]
 
@@ -289,7 +291,7 @@ def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
     the differences of each step from the rate times the time since the last one, and the rises overdue before the
     first step and after the last.
     """
-    if rises_count(values, parts) >= ndtri(_CONFIDENCE) ** 2:
+    if rises_count(values, parts) >= NormalDist().inv_cdf(_CONFIDENCE) ** 2:
         return missing_rises(times, values, parts) <= LEAST_REST
     level = _level(values)
     stairs = _stairs(level, level[-1] / PARTS_COUNT)
@@ -300,7 +302,7 @@ def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
     rate = heights.sum() / durations.sum()
     overdue = rate * (times[first] - times[0]) - level[first], rate * (times[-1] - times[last]) - heights.mean()
     errors = np.append(heights - rate * durations, np.maximum(overdue, 0.0))
-    return bool(heights.sum() >= stdtrit(len(heights) - 1, _CONFIDENCE) * math.sqrt(errors @ errors))
+    return bool(heights.sum() >= student_t_quantile(len(heights) - 1, _CONFIDENCE) * math.sqrt(errors @ errors))
 
 
 def _level(values: Floats) -> Floats:

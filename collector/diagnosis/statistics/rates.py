@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import stdtrit
 
 from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.statistics.student_t import student_t_quantile
 
 #: Two-sided confidence of the interval.
 _CONFIDENCE = 0.95
@@ -27,7 +27,7 @@ def rate_ratio(first: Floats, second: Floats) -> tuple[float, float, float]:
     if total <= 0:
         return math.exp(center), math.exp(center), math.exp(center)
     freedom = total**2 / sum(variance**2 / (len(each) - 1) for variance, each in zip(variances, logs, strict=True))
-    margin = float(stdtrit(freedom, (1 + _CONFIDENCE) / 2)) * math.sqrt(total)
+    margin = student_t_quantile(freedom, (1 + _CONFIDENCE) / 2) * math.sqrt(total)
     return math.exp(center), math.exp(center - margin), math.exp(center + margin)
 
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT
 from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.statistics.student_t import student_t_quantile
 
 _PARTS_COUNT = 4
 #: One-sided confidence that the pace has a trend.
@@ -75,7 +75,7 @@ class StepPace:
         last, overall = float(self.parts[-1]), self.seconds / self.steps
         middle = 1 + np.minimum(horizons, _MAX_CHANGE_RATIO) / 2
         changing = np.maximum(level + slope * middle, _MIN_PACE_RATIO * last)
-        if abs(slope) > stdtrit(freedom, _CONFIDENCE) * math.sqrt(variance / x_spread):
+        if abs(slope) > student_t_quantile(freedom, _CONFIDENCE) * math.sqrt(variance / x_spread):
             error = np.sqrt(variance * (1 + 1 / _PARTS_COUNT + (middle - 0.5) ** 2 / x_spread))
             steady = [last]
             changing_ratio = _CHANGING_RATIO

@@ -255,7 +255,9 @@ def _without_queueing(trace: Trace, setting: Setting, wall: Floats) -> Trace:
     blocked = trace.blocked
     for _ in range(_ROUNDS):
         slower = slowdown(dataclasses.replace(trace, blocked=blocked), [setting], np.array([trace.cores]))
-        blocked = np.clip(wall - trace.cpu * slower[0], 0.0, trace.blocked)
+        before, blocked = blocked, np.clip(wall - trace.cpu * slower[0], 0.0, trace.blocked)
+        if np.array_equal(blocked, before):
+            break
     return dataclasses.replace(trace, blocked=blocked)
 
 

@@ -225,6 +225,11 @@ def columns(connection: duckdb.DuckDBPyConnection) -> list[tuple[str, str]]:
     ).fetchall()
 
 
+def file_counts(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
+    """Return table -> number of its files in the attached lake; the catalog alone answers it."""
+    return dict(connection.execute(f"SELECT table_name, file_count FROM ducklake_table_info('{LAKE}')").fetchall())
+
+
 def delete_unneeded(
     connection: duckdb.DuckDBPyConnection,
     *,

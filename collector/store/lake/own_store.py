@@ -56,10 +56,11 @@ class OwnStore(Store):
 
     @contextmanager
     def _open(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        if not self.exists:
+        if is_new := not self.exists:
             self._create()
         with lake.attach(self._place(self.run.catalog_path), read_only=False, threads=1) as connection:
-            lake.add_missing(connection)
+            if not is_new:
+                lake.add_missing(connection)
             yield connection
 
     def _create(self) -> None:
@@ -161,12 +162,15 @@ class OwnStore(Store):
     def maintain(self, connection: duckdb.DuckDBPyConnection) -> tuple[str, ...]:
         """Write rollups, merge small files, and delete old ones, unless readers hold the lock."""
         problems: list[str] = []
+        files = lake.file_counts(connection)
         try:
-            for name in rollups.ROLLUPS:
+            for name, rollup in rollups.ROLLUPS.items():
                 with lake.collect_problem(problems, connection, f"{name}{rollups.TABLE_SUFFIX}"):
-                    self._write_rollups(connection, name)
+                    if any(files[stream] for stream in rollup.stream_columns):
+                        self._write_rollups(connection, name)
+            files = lake.file_counts(connection)
             # Readers wait for the lock, so it is released after each table.
-            for table in lake.TABLES:
+            for table in (table for table in lake.TABLES if files[table] > 1):
                 collect = lake.collect_problem(problems, connection, table)
                 with lake.lock_files(self.run, exclusive=True), collect, self._transaction(connection):
                     connection.execute(f"CALL ducklake_merge_adjacent_files('{lake.LAKE}', '{table}')").fetchall()

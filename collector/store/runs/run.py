@@ -60,10 +60,9 @@ class Run:
     def recorded_tags(self) -> dict[str, str]:
         """The tags that the run was started with; none if the manifest cannot be read."""
         try:
-            tags = self.manifest.get("tags")
+            return tags_of(self.manifest)
         except TidegaugeError:
             return {}
-        return {str(key): str(value) for key, value in tags.items()} if isinstance(tags, dict) else {}
 
     @property
     def name(self) -> str:
@@ -156,6 +155,12 @@ class Run:
     def catalog_path(self) -> Path:
         """The lake's catalog; it exists once a collector has opened the run."""
         return self.path / "lake.sqlite"
+
+
+def tags_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags in a manifest: those that the run was started with."""
+    tags = manifest.get("tags")
+    return {str(key): str(value) for key, value in tags.items()} if isinstance(tags, dict) else {}
 
 
 def refuse_links(run: Run) -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from training_harness import layout, session, stage
-from training_harness.attach import TRIGGERS
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.stages import stage_calls, stages
+from training_harness.installation import TRIGGERS
 from training_harness.records import MISSING_INT32, MISSING_INT64
 
 MS = 1_000_000

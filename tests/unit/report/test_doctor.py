@@ -11,7 +11,7 @@ from collector.agent.samplers import stack_dumps
 from collector.agent.samplers.devices import DeviceSampler
 from collector.commands import checks as doctor_checks
 from tests.conftest import render
-from training_harness.attach import HOOKS
+from training_harness.installation import HOOKS
 
 HOST = {
     "memory_total_bytes": 64 * 2**30,
