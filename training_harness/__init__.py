@@ -4,8 +4,11 @@
 is looked up when it is first used, so that the import is fast.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from training_harness.standard_library import StandardLibraryFirst
+
+with StandardLibraryFirst():
+    import importlib
+    from typing import TYPE_CHECKING, Any
 
 __all__ = ["attach", "detach", "on_risk", "recommended", "stage", "step"]
 
@@ -19,7 +22,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'installation')}")
+        with StandardLibraryFirst():
+            module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'installation')}")
         return globals().setdefault(name, getattr(module, name))
 
     def __dir__() -> list[str]:

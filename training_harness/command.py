@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,19 @@ _HARNESS = Path(__file__).resolve().parent
 
 def main() -> None:
     """Run the command line; with the base install alone, name the missing packages."""
+    _search_user_folders_last()
     if missing := missing_packages():
         sys.exit(_report_missing(missing))
     tool = _HARNESS / "tool"
     sys.path.insert(0, str(tool if tool.is_dir() else _HARNESS.parent))
     importlib.import_module("collector.cli").main()
+
+
+def _search_user_folders_last() -> None:
+    """Move the folders of PYTHONPATH to the end: they may have modules with the names of standard ones."""
+    if folders := os.environ.get("PYTHONPATH"):
+        paths = {os.path.abspath(folder) for folder in folders.split(os.pathsep)}
+        sys.path.sort(key=lambda folder: os.path.abspath(folder) in paths)
 
 
 def missing_packages() -> list[str]:

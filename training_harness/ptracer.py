@@ -6,13 +6,17 @@ descendants may read it, and no other process (Documentation/admin-guide/LSM/Yam
 The permission ends with either process. A process has one such name, and the kernel does not show it. So the shim
 gives it before any other code runs, and code that names another process later has its way.
 
-The shim loads this file by itself. It imports the standard library alone, and ctypes only where Yama asks for it.
+The shim loads this file by itself. It imports built-in modules alone, and where Yama asks for it the C part of
+ctypes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+
+TYPE_CHECKING = False  # what the shim imports would be missing where the script has its own of that name
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Environment variable with the collector's pid and start time, `<pid>.<start_ticks>`.
 COLLECTOR_VARIABLE = "TIDEGAUGE_COLLECTOR"
@@ -52,10 +56,14 @@ def allow_collector(proc: str = "/proc", prctl: Callable[..., int] | None = None
         pid = int(collector.partition(".")[0])
         if process_name(pid, proc) != collector:
             return
-        if prctl is None:
-            import ctypes
-
-            prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PTRACER, pid, 0, 0, 0)
+        (prctl or _prctl)(_PR_SET_PTRACER, pid, 0, 0, 0)
     except Exception:
         pass
+
+
+def _prctl(*arguments: int) -> int:
+    """Call prctl(2)."""
+    import _ctypes
+
+    program = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # None is the program itself
+    return int(_ctypes.call_function(_ctypes.dlsym(program, "prctl"), arguments))

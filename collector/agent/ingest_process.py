@@ -29,8 +29,13 @@ from collector.store import Counts, IngestResult, Run, Totals, follow_run
 if TYPE_CHECKING:
     from collector.store import Ingester
 
-#: Starts a process that finds this package, wherever it is installed, and nothing of the user's.
-_COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); from collector.agent.ingest_process import main; main()"
+#: Starts a process that imports from the folders of this one, in which those of the user's PYTHONPATH come last.
+_COMMAND = """
+import os, sys
+sys.path[:] = sys.argv[1].split(os.pathsep)
+from collector.agent.ingest_process import main
+main()
+"""
 _NICENESS = 10
 #: Makes the kernel kill this process, not the training, if memory runs out (Documentation/filesystems/proc.rst).
 _OOM_SCORE_ADJ = "1000"
@@ -150,7 +155,7 @@ class IngestProcess:
         self._child_ns = 0
         # Its own session, since Ctrl-C is for the command alone. NumPy's threads would cost memory.
         self._child = subprocess.Popen(
-            [sys.executable, "-P", "-c", _COMMAND, str(_ROOT), *words],
+            [sys.executable, "-P", "-c", _COMMAND, os.pathsep.join([str(_ROOT), *sys.path]), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

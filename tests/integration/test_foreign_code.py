@@ -15,7 +15,7 @@ import pytest
 from collector.store.catalogue import find_run
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.conftest import TRAIN, bare_environment, run_bare, tidegauge, wait_for
+from tests.conftest import PYTHON, SHIM, TRAIN, bare_environment, run_bare, tidegauge, wait_for
 from training_harness import layout
 
 SCRIPT = TRAIN.with_name("foreign.py")
@@ -215,3 +215,46 @@ def test_notebook_gets_its_verdict_when_it_detaches(home):
         wait_for(lambda: log.exists() and "finished, 20 steps" in log.read_text(), "the verdict")
         assert notebook.poll() is None
         notebook.kill()
+
+
+def test_modules_of_the_script_with_standard_names_stay_its_own(run_attached, tmp_path):
+    for name in ("resource", "tracemalloc"):
+        (tmp_path / f"{name}.py").write_text(f"print('the script has its own {name}')\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.utils.data\n"
+        "print(sum(float(batch.sum()) for batch in torch.utils.data.DataLoader(torch.ones(40), batch_size=4)))\n"
+        "import resource, tracemalloc\n"
+    )
+    bare = run_bare_in_new_python(script)
+    assert bare.stdout.count("its own") == 2
+    run = run_attached(script, in_new_python=True)
+    assert (run.done.returncode, run.done.stdout, run.done.stderr) == (bare.returncode, bare.stdout, bare.stderr)
+    assert len(run.table("batch")) == 10
+    assert run.events("hook-disabled").empty
+
+
+def test_the_shim_imports_no_module_that_a_script_could_have_too(tmp_path):
+    code = "import os, sys; before = set(sys.modules); import sitecustomize; print(*set(sys.modules) - before)"
+    environ = bare_environment() | {"PYTHONPATH": str(SHIM), layout.RUN_DIR_VARIABLE: str(tmp_path)}
+    done = subprocess.run([PYTHON, "-S", "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"__future__", "_tidegauge_shim", "sitecustomize"}
+
+
+def test_the_command_runs_beside_modules_with_standard_names_on_pythonpath(tmp_path):
+    for name in ("resource", "queue", "rich"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the standard module')\n")
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    environ = bare_environment() | {"PYTHONPATH": ".", layout.HOME_VARIABLE: str(tmp_path / "home")}
+    command = [sys.executable, "-P", "-m", "training_harness.command", "run", "--", sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert "finished, exit status 0" in done.stderr
+
+
+def run_bare_in_new_python(script: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script without Tidegauge, whose modules are not imported yet."""
+    return subprocess.run(
+        [PYTHON, script], env=bare_environment(), capture_output=True, text=True, timeout=120, check=False
+    )

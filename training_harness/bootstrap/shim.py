@@ -2,17 +2,23 @@
 
 It runs at start-up, once per process, from the `sitecustomize` in this folder, or from `tidegauge.pth` where
 Tidegauge is installed. It imports nothing of Tidegauge until a module with hooks is imported, and costs one
-dictionary look-up per import. Where the kernel restricts ptrace(2), it lets the collector read this process, before
-any other code can name another reader.
+dictionary look-up per import. Of the standard library it imports built-in modules alone, and `os`, which every
+interpreter has loaded. Where the kernel restricts ptrace(2), it lets the collector read this process, before any
+other code can name another reader.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
-from typing import Any
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import spec_from_file_location
+
+TYPE_CHECKING = False  # a module that is imported here would be missing where the script has its own of that name
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType, TracebackType
+    from typing import Any
 
 #: Same modules as `training_harness.installation.TRIGGERS`, which this file must not import yet.
 _TRIGGERS = {
@@ -45,9 +51,8 @@ class _AfterImport:
             return None
         _TRIGGERS.discard(name)
         try:
-            import importlib.util
-
-            spec = importlib.util.find_spec(name)
+            finders = [finder for finder in sys.meta_path if finder is not _AfterImport]
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
             if spec is not None and spec.loader is not None:
                 spec.loader = _NotifyingLoader(spec.loader, name)  # type: ignore[assignment]
         except Exception:
@@ -95,8 +100,6 @@ def _watch_exceptions() -> None:
 
 def _allow_collector() -> None:
     """Run `ptracer.py` without the package, whose import takes milliseconds."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     spec = spec_from_file_location("_tidegauge_ptracer", os.path.join(package, "ptracer.py"))
     if spec is not None and spec.loader is not None:

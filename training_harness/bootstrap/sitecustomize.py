@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from _frozen_importlib import module_from_spec
+from _frozen_importlib_external import spec_from_file_location
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 #: Module name of the shim, which `tidegauge.pth` uses too.
