@@ -73,9 +73,12 @@ class _NotifyingLoader:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
-            from training_harness.installation import on_import
+            from training_harness.standard_library import StandardLibraryFirst
 
-            on_import(self._name)
+            with StandardLibraryFirst():
+                from training_harness.installation import on_import
+
+                on_import(self._name)
         except Exception:
             pass
 
@@ -88,7 +91,10 @@ def _watch_exceptions() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            from training_harness.session import record_exception
+            from training_harness.standard_library import StandardLibraryFirst
+
+            with StandardLibraryFirst():
+                from training_harness.session import record_exception
 
             record_exception(kind, error, trace)
         except Exception:
