@@ -186,6 +186,22 @@ def test_training_left_in_the_background_is_reported_as_running(home, tmp_path):
     wait_for(lambda: report(home)["run"]["status"] == "finished", "the end of the training")
 
 
+def test_helper_that_outlives_the_training_leaves_the_run_finished(home, tmp_path):
+    script = tmp_path / "with_helper.sh"
+    helper = f"{sys.executable} -c 'import time; time.sleep(120)' > /dev/null 2>&1 & echo $! > {tmp_path}/pid"
+    script.write_text(f"{helper}\n{sys.executable} {SCRIPT} own_batches 20\n")
+    try:
+        output, reported = run_and_report(home, "sh", script)
+        later = report(home)
+        os.kill(int((tmp_path / "pid").read_text()), 0)  # it runs still
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    assert "finished, exit status 0" in output
+    assert "still runs" in output
+    assert reported["run"]["status"] == "finished"
+    assert later["run"]["duration_seconds"] == reported["run"]["duration_seconds"]
+
+
 def test_interrupted_watch_reports_a_running_process(home):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         watch = subprocess.Popen(

@@ -136,8 +136,14 @@ class Lifecycle:
 
     @property
     def _leaves_training(self) -> bool:
-        """True if the command ended with status 0 and left a Python process of the run behind."""
-        return self.exit_status == 0 and any(process.get("is_python") for process in self.left_running.values())
+        """True if the command ended with status 0 and left a Python process of the run behind that may train.
+
+        Beside a training that was seen, a process without torch is a helper.
+        """
+        return self.exit_status == 0 and any(
+            process.get("is_python") and (not self.mains or key in self.with_torch)
+            for key, process in self.left_running.items()
+        )
 
     @cached_property
     def watched(self) -> tuple[ProcessKey, ...]:
