@@ -17,7 +17,11 @@ _MOST_STEPS = 100
 
 @functools.lru_cache(maxsize=1024)
 def student_t_quantile(freedom: float, probability: float) -> float:
-    """Return the value that Student's t with so much freedom, 1 or more, stays below with a probability above ½.
+    """Return the value below which Student's t lies with this probability.
+
+    Args:
+        freedom: degrees of freedom, 1 or more.
+        probability: above ½, below 1.
 
     With t = √freedom · tan(angle), the density of the angle is a constant times cos(angle) ** (freedom - 1). It
     falls, so that Newton's method finds the angle from below.
