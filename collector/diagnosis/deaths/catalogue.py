@@ -207,6 +207,16 @@ WORKER_KILLED = Death(
         ),
     ),
 )
+WORKER_EXITED = replace(
+    WORKER_KILLED,
+    advice=(
+        Advice(
+            text="Search the dataset, its libraries and worker_init_fn for sys.exit and os._exit, and raise an "
+            "exception there",
+            expected="the training then shows the line in the worker; {loss}",
+        ),
+    ),
+)
 KILLED = Death(
     kind="killed",
     sentence="{what} ended {by}.",

@@ -66,7 +66,7 @@ def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
     if name is None and victim.exit_code is not None:
-        by = f"abruptly with exit code {victim.exit_code}, as after os._exit"
+        by = f"by itself, with exit status {victim.exit_code}"
     is_by_tidegauge = is_cancelled and victim.signal in (SIGTERM, SIGKILL)
     return (catalogue.CANCELLED if is_by_tidegauge else _death_of(victim)).finding(
         locus=victim.locus,
@@ -88,6 +88,8 @@ def _death_of(victim: Victim) -> Death:
         return catalogue.WORKER_CRASHED if is_worker else catalogue.CRASHED
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
+    if is_worker and victim.signal is None and victim.exit_code is not None:
+        return catalogue.WORKER_EXITED
     if is_worker:
         return catalogue.WORKER_KILLED
     return catalogue.KILLED if victim.signal in (None, SIGKILL) else catalogue.STOPPED

@@ -367,6 +367,11 @@ def signal_of(exit_status: int | None) -> int | None:
     return None
 
 
+def signal_of_child(exit_code: int | None) -> int | None:
+    """Return the signal that ended a child, from the code that its parent waited for; a positive one is its own."""
+    return -exit_code if exit_code is not None and exit_code < 0 else None
+
+
 def is_interrupt(exception: Mapping[str, Any]) -> bool:
     """Return whether an uncaught exception is the user's Ctrl-C."""
     return exception.get("type") == "KeyboardInterrupt"

@@ -125,6 +125,23 @@ def test_killed_worker_is_named_and_not_the_failed_training():
     assert diagnose(script.tables()).status == "failed"
 
 
+@pytest.mark.parametrize("status", [3, 143])
+def test_worker_that_exits_by_itself_is_named_with_its_status_and_no_signal(status):
+    message = "DataLoader worker (pid(s) 1001) exited unexpectedly"
+    script = exception(training(), "RuntimeError", message)
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": status, "last_index": 7}
+    script.event(script.now_seconds - 0.6, "worker-died", loader=0, epoch=0, **died)
+    verdict = diagnose(end_run(end_training(end_workers(script, 0)), 1).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (found.kind, found.locus.worker, found.severity) == ("worker-killed", 1, "critical")
+    assert f"ended by itself, with exit status {status}." in found.summary
+    assert "sys.exit" in found.advice[0].text
+    assert (verdict.ending.record.reason, verdict.ending.record.signal) == ("DataLoader worker exited", None)
+    assert "Worker 1 of loader 0 died: exit status " + str(status) in " ".join(
+        happening.text for happening in verdict.ending.happenings
+    )
+
+
 @pytest.mark.parametrize(
     ("reason", "message", "kinds"),
     [
