@@ -217,6 +217,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
         Field("in_worker", "bool", "true: a worker raised it"),
         Field("count", "int", "such exceptions so far, caught by the training or not"),
+        Field("error_time_ns", "int", "CLOCK_MONOTONIC at the last of them"),
     ),
     "cuda-device": _event(
         _TRAINING,
