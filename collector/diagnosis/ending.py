@@ -128,6 +128,8 @@ def _is_end(finding: Finding) -> bool:
 def _reason(death: Finding) -> str:
     if death.kind == "crashed":
         names = {item.name for item in death.evidence}
+        if "uncaught_exception_count" in names:
+            return "exit with a status"
         return "uncaught exception" if "exception" in names else "crash"
     if death.kind == "worker-killed" and (death.value_of("worker_exit_code") or 0) > 0:
         return "DataLoader worker exited"

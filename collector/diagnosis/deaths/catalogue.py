@@ -243,7 +243,7 @@ EXCEPTION = Death(
 )
 FAILED_EXIT = Death(
     kind="crashed",
-    sentence="The command ended with exit status {status}, without an uncaught Python exception.",
+    sentence="The command ended with exit status {status}, without an uncaught Python exception{handled}.",
     advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
     confidence=0.8,
 )

@@ -21,7 +21,7 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
-from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
+from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of, signal_of
 from collector.diagnosis.run.processes import fact, last_memory, last_step, rank_of, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus
@@ -169,9 +169,11 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     locus = Locus(host=key[0], role="main", pid=key[1])
+    usual = signal_name(signal_of(code)) if key in life.recorded_exits else None
+    handled = f": the usual status of a script that handles {usual}" if usual else ""
     return [
         catalogue.FAILED_EXIT.finding(
-            locus=locus, since_step=last_step(tables, key), evidence=evidence, status=code
+            locus=locus, since_step=last_step(tables, key), evidence=evidence, status=code, handled=handled
         )
     ]
 

@@ -97,6 +97,23 @@ def test_exit_status_of_a_shell_shows_the_signal():
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
+@pytest.mark.parametrize(("status", "name"), [(143, "SIGTERM"), (130, "SIGINT")])
+def test_script_that_handles_a_signal_and_exits_is_not_killed(status, name):
+    verdict = diagnose(end_run(end_training(training()), status).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (verdict.status, found.kind) == ("failed", "crashed")
+    assert f"exit status {status}" in found.summary
+    assert f"a script that handles {name}" in found.summary
+    assert (verdict.ending.record.reason, verdict.ending.record.signal) == ("exit with a status", None)
+
+
+def test_command_with_hooks_that_exits_before_it_trains_is_not_killed():
+    script = Script()
+    script.event(START_SECONDS + 1, "process-attached", argv=["python", "train.py"], parent_pid=90)
+    verdict = diagnose(end_run(script, 143).tables())
+    assert (verdict.status, deaths(script)) == ("failed", [])
+
+
 def test_ctrl_c_is_information():
     script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     assert deaths(script) == [("killed", "main", None, "info")]
