@@ -17,6 +17,7 @@ EventKind = Literal[
     "process-start",
     "process-exit",
     "exception",
+    "thread-exception",
     "loader",
     "loader-set",
     "setting-asked",
@@ -123,6 +124,15 @@ EVENTS: dict[EventKind, Event] = {
     "exception": _event(
         _ATTACHED,
         "an exception that was not caught",
+        Field("type", "str", "class of the exception"),
+        Field("message", "str", "message of the exception"),
+        Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
+        Field("traceback", "str", "last part of the traceback"),
+    ),
+    "thread-exception": _event(
+        _ATTACHED,
+        "an exception ended one of its threads, and the process goes on",
+        Field("thread", "str", "name of the thread"),
         Field("type", "str", "class of the exception"),
         Field("message", "str", "message of the exception"),
         Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),

@@ -239,6 +239,12 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
         lines = plain_text(str(event.get("message") or "")).strip().splitlines() or [""]
         message = lines[0] if len(lines[0]) <= _MESSAGE_CHARACTERS else f"{lines[0][:_MESSAGE_CHARACTERS]}…"
         yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {event.get('type')}: {message}"
+    for event in tables.events_of("thread-exception"):
+        message = (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0][
+            :_MESSAGE_CHARACTERS
+        ]
+        name, kind = event.get("thread"), event.get("type")
+        yield float(event["time_ns"]), f"Thread {name} of process {event['pid']} ended with {kind}: {message}"
     for event in tables.events_of("before-oom"):
         yield float(event["time_ns"]), _precaution(event)
     for event in tables.events_of("risk-call"):
