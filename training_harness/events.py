@@ -17,6 +17,7 @@ EventKind = Literal[
     "process-start",
     "process-exit",
     "exception",
+    "thread-exception",
     "loader",
     "loader-set",
     "setting-asked",
@@ -128,6 +129,15 @@ EVENTS: dict[EventKind, Event] = {
         Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
         Field("traceback", "str", "last part of the traceback"),
     ),
+    "thread-exception": _event(
+        _ATTACHED,
+        "an exception ended one of its threads, and the process goes on",
+        Field("thread", "str", "name of the thread"),
+        Field("type", "str", "class of the exception"),
+        Field("message", "str", "message of the exception"),
+        Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
+        Field("traceback", "str", "last part of the traceback"),
+    ),
     "loader": _event(
         _TRAINING,
         "first use of a DataLoader, and of each other number of workers or prefetch factor of it, which gives it "
@@ -217,6 +227,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
         Field("in_worker", "bool", "true: a worker raised it"),
         Field("count", "int", "such exceptions so far, caught by the training or not"),
+        Field("error_time_ns", "int", "CLOCK_MONOTONIC at the last of them"),
     ),
     "cuda-device": _event(
         _TRAINING,

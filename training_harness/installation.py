@@ -9,6 +9,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from training_harness.hooks.stages import stage_calls
 from training_harness.hooks.training import checkpoints, cuda_oom, forward_passes, steps
 from training_harness.hooks.training.step_phases import Progress
 
+#: Most exceptions of threads that a process records: a script may start a thread for each batch.
+_MOST_THREAD_EXCEPTIONS = 100
 _progress = Progress()
 _hooks: dict[str, Hook] = {}
 
@@ -70,12 +73,32 @@ def _watch_exceptions() -> Hook:
     return hook
 
 
+def _watch_threads() -> Hook:
+    hook = Hook("thread")
+    numbers = iter(range(_MOST_THREAD_EXCEPTIONS))
+
+    def make(previous: Any) -> Any:
+        def excepthook(args: threading.ExceptHookArgs) -> None:
+            if hook.active and next(numbers, None) is not None:
+                try:
+                    session.record_thread_exception(args)
+                except Exception:
+                    pass
+            previous(args)
+
+        return excepthook
+
+    hook.replace(threading, "excepthook", make)
+    return hook
+
+
 _COMPILER = "torch.compiler"
 _DATALOADER = "torch.utils.data.dataloader"
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 #: hook -> (its installer, the modules that it needs), in the order of installation. An installer raises an
 #: exception, mostly an AttributeError, where this torch lacks a name that the hook needs.
 HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
+    "thread": (_watch_threads, {_DATALOADER}),
     "worker": (worker.install, {_DATALOADER}),
     # First, so that the hooks below see the loader as the trial changed it.
     "trial": (partial(trial.install, _DATALOADER, "DataLoader"), {_DATALOADER}),

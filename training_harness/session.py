@@ -10,6 +10,7 @@ import dataclasses
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -127,16 +128,29 @@ def stop() -> None:
 def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write an uncaught exception as an event."""
     session = start()
-    if session is None or kind is SystemExit:
-        return
+    if session is not None and kind is not SystemExit:
+        session.events.append("exception", **_described(kind, error, trace))
+
+
+def record_thread_exception(args: threading.ExceptHookArgs) -> None:
+    """Write the exception that ended a thread as an event."""
+    session = start()
+    if session is not None and args.exc_type is not SystemExit and args.exc_value is not None:
+        name = args.thread.name if args.thread is not None else None
+        described = _described(args.exc_type, args.exc_value, args.exc_traceback)
+        session.events.append("thread-exception", thread=name, **described)
+
+
+def _described(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> dict[str, str | None]:
     text = "".join(traceback.format_exception(kind, error, trace))
-    session.events.append(
-        "exception",
-        type=kind.__name__,
-        message=str(error)[:_MESSAGE_CHARACTERS],
-        site=site_of(trace),
-        traceback=text[-_TRACEBACK_CHARACTERS:],
-    )
+    return {
+        "type": kind.__name__,
+        "message": str(error)[:_MESSAGE_CHARACTERS],
+        "site": site_of(trace),
+        "traceback": text[-_TRACEBACK_CHARACTERS:],
+    }
 
 
 def site_of(trace: TracebackType | None) -> str | None:

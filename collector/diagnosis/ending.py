@@ -17,7 +17,7 @@ from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, key_of, origin_ns, whole, written
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
-from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
@@ -103,7 +103,7 @@ def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> 
         return ExitRecord(reason=_UNKNOWN, exit_status=life.exit_status, seconds=life.wall_seconds)
     where = death.locus
     code = death.value_of("worker_exit_code")
-    sent = signal_of(whole(code)) if code is not None else _signal_of_main(life, where)
+    sent = signal_of_child(whole(code)) if code is not None else _signal_of_main(life, where)
     owner = limit_owner(tables, where.host) if death.limit and death.limit.name == "cgroup" and where.host else None
     return ExitRecord(
         reason=_reason(death),
@@ -227,7 +227,7 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
     """Yield errors and ends of processes."""
     for event in tables.events_of("worker-died"):
         code = whole(event.get("exit_code"))
-        by = signal_name(signal_of(code)) or f"exit code {number(code)}"
+        by = signal_name(signal_of_child(code)) or f"exit status {number(code)}"
         yield float(event["time_ns"]), f"Worker {event.get('worker')} of loader {event.get('loader')} died: {by}."
     for event in tables.events_of("cuda-oom"):
         asked = whole(event.get("requested_bytes"))
@@ -238,6 +238,12 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
         lines = plain_text(str(event.get("message") or "")).strip().splitlines() or [""]
         message = lines[0] if len(lines[0]) <= _MESSAGE_CHARACTERS else f"{lines[0][:_MESSAGE_CHARACTERS]}…"
         yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {event.get('type')}: {message}"
+    for event in tables.events_of("thread-exception"):
+        message = (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0][
+            :_MESSAGE_CHARACTERS
+        ]
+        name, kind = event.get("thread"), event.get("type")
+        yield float(event["time_ns"]), f"Thread {name} of process {event['pid']} ended with {kind}: {message}"
     for event in tables.events_of("before-oom"):
         yield float(event["time_ns"]), _precaution(event)
     for event in tables.events_of("risk-call"):

@@ -277,3 +277,21 @@ def test_attach_and_detach_work_from_code(home, tmp_path):
     with read(run) as snapshot:
         assert snapshot.query("SELECT count(*) AS n FROM batch").n[0] == 4
         assert snapshot.query("SELECT count(*) AS n FROM event WHERE kind = 'process-exit'").n[0] == 1
+
+
+def test_exception_that_ends_a_thread_is_recorded_and_printed(run_attached, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import threading, torch, torch.utils.data\n"
+        "def save():\n    raise OSError('no space left')\n"
+        "thread = threading.Thread(target=save, name='saver')\n"
+        "thread.start(); thread.join()\n"
+        "print(sum(1 for _ in torch.utils.data.DataLoader(torch.ones(8))))\n"
+    )
+    run = run_attached(script)
+    assert (run.done.returncode, run.done.stdout) == (0, "8\n")
+    assert "Exception in thread saver" in run.done.stderr
+    (raised,) = map(json.loads, run.events("thread-exception").body)
+    assert (raised["thread"], raised["type"], raised["message"]) == ("saver", "OSError", "no space left")
+    assert raised["site"].endswith("train.py:3, in save")
+    assert run.events("exception").empty

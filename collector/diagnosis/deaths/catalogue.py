@@ -207,10 +207,10 @@ WORKER_KILLED = Death(
         ),
     ),
 )
-#: A worker that ended by an exit code of its own, not by a signal.
+#: A worker that ended by an exit status of its own, not by a signal.
 WORKER_EXITED = replace(
     WORKER_KILLED,
-    sentence="{what} ended by itself with exit code {code}, without an exception that DataLoader could pass on.",
+    sentence="{what} ended by itself with exit status {code}, without an exception that DataLoader could pass on.",
     advice=(
         Advice(
             text="Look for sys.exit, exit or os._exit in the dataset, collate_fn and worker_init_fn and in the "

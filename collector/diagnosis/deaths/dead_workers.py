@@ -12,7 +12,7 @@ from typing import Any
 
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import floats, key_of, sampled, whole
-from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, signal_of
+from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, signal_of_child
 from collector.store import ProcessKey
 
 _WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
@@ -44,7 +44,7 @@ class DeadWorker:
     def signal(self) -> int | None:
         """The signal that ended it, None if unknown or if it exited by itself."""
         if self.exit_code is not None:
-            return signal_of(self.exit_code)
+            return signal_of_child(self.exit_code)
         match = _SIGNAL_MESSAGE.search(self.message or "")
         return _SIGNALS.get(match[1]) if match else None
 

@@ -91,8 +91,10 @@ def _death_of(victim: Victim) -> Death:
         return catalogue.WORKER_CRASHED if is_worker else catalogue.CRASHED
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
+    if is_worker and victim.signal is None and victim.exit_code is not None:
+        return catalogue.WORKER_EXITED
     if is_worker:
-        return catalogue.WORKER_EXITED if (victim.exit_code or 0) > 0 else catalogue.WORKER_KILLED
+        return catalogue.WORKER_KILLED
     return catalogue.KILLED if victim.signal in (None, SIGKILL) else catalogue.STOPPED
 
 

@@ -191,10 +191,13 @@ class Lifecycle:
     def fatal_signal(self) -> int | None:
         """The signal that ended the command, in its own status or in that of the shell that ran it.
 
-        A positive status is no signal where the training itself chose it: it is the command, or ended normally.
+        A positive status is no signal where the training itself chose it: it is the command, or ended normally. The
+        same holds for a command with the hooks that had not begun to train.
         """
         ended_normally = self.recorded_exits.issuperset(self.mains) and not self.exceptions.keys() & set(self.mains)
-        is_own_status = self.command in self.mains or (bool(self.mains) and ended_normally)
+        is_own_status = self.command in self.mains or (
+            ended_normally if self.mains else self.command in self.with_torch
+        )
         return None if is_own_status and (self.exit_status or 0) > 0 else signal_of(self.exit_status)
 
     def ancestors(self, key: ProcessKey) -> tuple[ProcessKey, ...]:
@@ -365,6 +368,11 @@ def signal_of(exit_status: int | None) -> int | None:
     if _SHELL_SIGNAL_BASE < exit_status <= _SHELL_SIGNAL_BASE + _LAST_SIGNAL:
         return exit_status - _SHELL_SIGNAL_BASE
     return None
+
+
+def signal_of_child(exit_code: int | None) -> int | None:
+    """Return the signal that ended a child, from the code that its parent waited for; a positive one is its own."""
+    return -exit_code if exit_code is not None and exit_code < 0 else None
 
 
 def is_interrupt(exception: Mapping[str, Any]) -> bool:

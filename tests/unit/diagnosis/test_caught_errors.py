@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated_runs import MAIN, START_SECONDS, start_training
+from simulated_runs import MAIN, START_SECONDS, ns, start_training
 
 from collector.diagnosis.loading.caught_errors import find_caught_errors
 
@@ -33,18 +33,21 @@ def test_the_newest_count_of_each_type_line_and_loader_makes_a_finding():
 
 
 @pytest.mark.parametrize(("count", "caught"), [(1, None), (5, 4)])
-def test_the_error_that_ended_the_training_was_not_caught(count, caught):
+@pytest.mark.parametrize("end", ["ValueError", "RuntimeError", "exit"])
+def test_the_error_that_ended_the_training_was_not_caught(end, count, caught):
+    """Torch raises RuntimeError for an exception of many arguments; a script may raise its own, or exit."""
     script = failed(start_training(), 5, count)
-    message = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback"
-    script.event(
-        START_SECONDS + 5, "exception", MAIN, type="ValueError", message=message, site="train.py:9, in main"
-    )
+    if end == "exit":
+        script.event(START_SECONDS + 6, "command-exit", ("node", 90, 9), command_pid=MAIN[1], exit_status=1)
+    else:
+        script.event(START_SECONDS + 5, "exception", MAIN, type=end, message="failed", site="train.py:9, in main")
     found = find_caught_errors(script.tables())
     assert [finding.value_of("caught_errors_count") for finding in found] == ([] if caught is None else [caught])
 
 
-def test_an_uncaught_error_of_another_line_takes_nothing_from_the_count():
+def test_an_uncaught_error_after_another_batch_takes_nothing_from_the_count():
     script = failed(start_training(), 5, 3, in_worker=False)
+    script.add("batch", [{"time_ns": ns(START_SECONDS + 5.5), "loader": 0}])
     script.event(START_SECONDS + 6, "exception", MAIN, type="ValueError", message="odd", site="train.py:9, in main")
     (finding,) = find_caught_errors(script.tables())
     assert finding.value_of("caught_errors_count") == 3

@@ -97,6 +97,13 @@ def test_exit_status_of_a_shell_shows_the_signal():
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
+def test_command_with_hooks_that_exits_before_it_trains_is_not_killed():
+    script = Script()
+    script.event(START_SECONDS + 1, "process-attached", argv=["python", "train.py"], parent_pid=90)
+    verdict = diagnose(end_run(script, 143).tables())
+    assert (verdict.status, deaths(script)) == ("failed", [])
+
+
 def test_ctrl_c_is_information():
     script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     assert deaths(script) == [("killed", "main", None, "info")]
@@ -125,17 +132,6 @@ def test_killed_worker_is_named_and_not_the_failed_training():
     assert diagnose(script.tables()).status == "failed"
 
 
-def test_worker_that_exits_by_itself_was_not_sent_a_signal():
-    script = exception(training(), "RuntimeError", "DataLoader worker (pid(s) 1001) exited unexpectedly")
-    died = {"worker": 1, "worker_pid": 1001, "exit_code": 3, "last_index": 7}
-    script.event(script.now_seconds - 0.6, "worker-died", loader=0, epoch=0, **died)
-    verdict = diagnose(end_run(end_training(end_workers(script, 0)), 1).tables())
-    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
-    assert "ended by itself with exit code 3" in found.summary
-    assert "signal" not in found.advice[0].text
-    assert verdict.ending.record.reason == "DataLoader worker exited"
-
-
 @pytest.mark.parametrize(
     ("exit_status", "severity", "words"),
     [
@@ -151,7 +147,24 @@ def test_exit_status_of_a_handled_signal_is_no_kill(exit_status, severity, words
     assert (found.kind, found.severity) == ("crashed", severity)
     assert words in found.summary
     assert verdict.status == "failed"
-    assert verdict.ending.record.reason == "exit without an exception"
+    assert (verdict.ending.record.reason, verdict.ending.record.signal) == ("exit without an exception", None)
+
+
+@pytest.mark.parametrize("status", [3, 143])
+def test_worker_that_exits_by_itself_is_named_with_its_status_and_no_signal(status):
+    message = "DataLoader worker (pid(s) 1001) exited unexpectedly"
+    script = exception(training(), "RuntimeError", message)
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": status, "last_index": 7}
+    script.event(script.now_seconds - 0.6, "worker-died", loader=0, epoch=0, **died)
+    verdict = diagnose(end_run(end_training(end_workers(script, 0)), 1).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (found.kind, found.locus.worker, found.severity) == ("worker-killed", 1, "critical")
+    assert f"ended by itself with exit status {status}," in found.summary
+    assert "sys.exit" in found.advice[0].text
+    assert (verdict.ending.record.reason, verdict.ending.record.signal) == ("DataLoader worker exited", None)
+    assert "Worker 1 of loader 0 died: exit status " + str(status) in " ".join(
+        happening.text for happening in verdict.ending.happenings
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ batch, so a count is written at the first error, whenever it has doubled, and at
 from __future__ import annotations
 
 import re
+import time
+from typing import NamedTuple
 
 from training_harness import session
 
@@ -20,12 +22,21 @@ _MOST_PLACES = 50
 _MESSAGE_CHARACTERS = 300
 
 
+class _Count(NamedTuple):
+    """Errors of one type and line so far, those that are written, and the time of the last on CLOCK_MONOTONIC."""
+
+    is_of_worker: bool
+    errors: int = 0
+    written: int = 0
+    last_ns: int = 0
+
+
 class LoaderErrors:
     """Counts of the exceptions of one process's loaders."""
 
     def __init__(self) -> None:
-        #: (loader, type, site) -> errors so far, errors written, and whether a worker raised them.
-        self._counts: dict[tuple[int, str, str | None], tuple[int, int, bool]] = {}
+        #: By loader, type and site.
+        self._counts: dict[tuple[int, str, str | None], _Count] = {}
 
     def note(self, current: session.Session, loader: int, error: BaseException) -> None:
         """Count an exception of a loader, and record the count if it is due."""
@@ -40,19 +51,19 @@ class LoaderErrors:
         )
         if key not in self._counts and len(self._counts) >= _MOST_PLACES:
             return
-        count, written, _ = self._counts.get(key, (0, 0, False))
-        self._counts[key] = count + 1, written, wrapped is not None
-        if (count + 1) & count == 0:
+        before = self._counts.get(key) or _Count(wrapped is not None)
+        self._counts[key] = before._replace(errors=before.errors + 1, last_ns=time.monotonic_ns())
+        if (before.errors + 1) & before.errors == 0:
             self._write(current, key, text.rstrip().rpartition("\n")[2])
 
     def flush(self, current: session.Session) -> None:
         """Record the counts that have risen since they were written."""
-        for key, (count, written, _) in list(self._counts.items()):
-            if count > written:
+        for key, count in list(self._counts.items()):
+            if count.errors > count.written:
                 self._write(current, key, None)
 
     def _write(self, current: session.Session, key: tuple[int, str, str | None], message: str | None) -> None:
-        count, _, is_of_worker = self._counts[key]
+        count = self._counts[key]
         loader, name, site = key
         current.events.append(
             "loader-error",
@@ -60,10 +71,11 @@ class LoaderErrors:
             type=name,
             message=None if message is None else message[:_MESSAGE_CHARACTERS],
             site=site,
-            in_worker=is_of_worker,
-            count=count,
+            in_worker=count.is_of_worker,
+            count=count.errors,
+            error_time_ns=count.last_ns,
         )
-        self._counts[key] = count, count, is_of_worker
+        self._counts[key] = count._replace(written=count.errors)
 
 
 def _worker_site(text: str) -> str | None:
