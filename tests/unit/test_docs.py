@@ -22,7 +22,12 @@ from training_harness.layout import create_run
 
 DOCS = REPOSITORY / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-COMMANDS = {name: command for name, command in cli.cli.commands.items() if not command.hidden}
+CONTEXT = click.Context(cli.cli)
+COMMANDS = {
+    name: command
+    for name in cli.cli.list_commands(CONTEXT)
+    if (command := cli.cli.get_command(CONTEXT, name)) and not command.hidden
+}
 #: Options that several commands have, described once.
 SHARED = {"--home", "--help"}
 

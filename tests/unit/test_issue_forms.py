@@ -2,6 +2,7 @@
 
 import re
 
+import click
 import pytest
 import yaml
 
@@ -32,7 +33,11 @@ def test_github_can_show_a_form(path):
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_a_form_asks_for_commands_that_exist(path):
     for name, words in re.findall(r"`tidegauge (\w+)([^`]*)`", path.read_text(encoding="utf-8")):
-        options = {option for parameter in cli.cli.commands[name].params for option in parameter.opts}
+        options = {
+            option
+            for parameter in cli.cli.get_command(click.Context(cli.cli), name).params
+            for option in parameter.opts
+        }
         assert set(re.findall(r"--[\w-]+", words)) <= options
 
 
