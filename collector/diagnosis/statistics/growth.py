@@ -294,6 +294,8 @@ def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
     if rises_count(values, parts) >= NormalDist().inv_cdf(_CONFIDENCE) ** 2:
         return missing_rises(times, values, parts) <= LEAST_REST
     level = _level(values)
+    if level[-1] <= 0:  # all that rose was given back in the end
+        return False
     stairs = _stairs(level, level[-1] / PARTS_COUNT)
     if len(stairs) < 3:
         return False

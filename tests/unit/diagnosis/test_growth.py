@@ -166,3 +166,11 @@ def test_a_pause_of_the_steps_does_not_hide_a_leak():
     steps = np.minimum(clock, 0.75 * POINTS)
     values = 10 * steps / POINTS + 0.02 * np.random.default_rng(0).normal(size=POINTS)
     assert growth(clock, values, negligible=0.5, steps=steps) is not None
+
+
+def test_growth_that_is_all_given_back_in_the_end_is_none():
+    """The memory of a host falls at the end of its training, below all that it was."""
+    clock = np.arange(POINTS, dtype=float)
+    values = 100 + 10 * SHARE + 0.02 * np.random.default_rng(0).normal(size=POINTS)
+    values[-1] = 90.0
+    assert growth(clock, values, negligible=0.5) is None
