@@ -86,6 +86,12 @@ _PARENT = Field("parent_pid", "int", "process id of the parent")
 _LOADER = Field("loader", "int", "DataLoader, numbered from 0 in the order of first use in its process")
 _EPOCH = Field("epoch", "int", "pass over that loader, from 0")
 _WORKER_ID = Field("worker", "int", "worker id that DataLoader gave")
+_RAISED = (
+    Field("type", "str", "class of the exception"),
+    Field("message", "str", "message of the exception"),
+    Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
+    Field("traceback", "str", "last part of the traceback"),
+)
 _SETTING = (
     Field("num_workers", "int", "workers"),
     Field("prefetch_factor", "int", "batches that each worker prefetches"),
@@ -124,19 +130,13 @@ EVENTS: dict[EventKind, Event] = {
     "exception": _event(
         _ATTACHED,
         "an exception that was not caught",
-        Field("type", "str", "class of the exception"),
-        Field("message", "str", "message of the exception"),
-        Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
-        Field("traceback", "str", "last part of the traceback"),
+        *_RAISED,
     ),
     "thread-exception": _event(
         _ATTACHED,
         "an exception ended one of its threads, and the process goes on",
         Field("thread", "str", "name of the thread"),
-        Field("type", "str", "class of the exception"),
-        Field("message", "str", "message of the exception"),
-        Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
-        Field("traceback", "str", "last part of the traceback"),
+        *_RAISED,
     ),
     "loader": _event(
         _TRAINING,

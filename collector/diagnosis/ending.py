@@ -223,6 +223,12 @@ def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
     return min((end for end in ends if begin_ns < end < end_ns), default=end_ns)
 
 
+def _error(event: Mapping[str, Any]) -> str:
+    """Return the class of an exception and the first line of its message."""
+    line = (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0]
+    return f"{event.get('type')}: {line if len(line) <= _MESSAGE_CHARACTERS else f'{line[:_MESSAGE_CHARACTERS]}…'}"
+
+
 def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
     """Yield errors and ends of processes."""
     for event in tables.events_of("worker-died"):
@@ -235,15 +241,10 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
         at = float(event.get("error_time_ns") or event["time_ns"])
         yield at, f"GPU {number(event.get('device'))} ran out of memory{words}."
     for key, event in life.exceptions.items():
-        lines = plain_text(str(event.get("message") or "")).strip().splitlines() or [""]
-        message = lines[0] if len(lines[0]) <= _MESSAGE_CHARACTERS else f"{lines[0][:_MESSAGE_CHARACTERS]}…"
-        yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {event.get('type')}: {message}"
+        yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {_error(event)}"
     for event in tables.events_of("thread-exception"):
-        message = (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0][
-            :_MESSAGE_CHARACTERS
-        ]
-        name, kind = event.get("thread"), event.get("type")
-        yield float(event["time_ns"]), f"Thread {name} of process {event['pid']} ended with {kind}: {message}"
+        of = f"Thread {event.get('thread')} of process {event['pid']}"
+        yield float(event["time_ns"]), f"{of} ended with {_error(event)}"
     for event in tables.events_of("before-oom"):
         yield float(event["time_ns"]), _precaution(event)
     for event in tables.events_of("risk-call"):
@@ -254,5 +255,5 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
         yield float(event["time_ns"]), "Tidegauge cancelled the training, which hung."
     for event in tables.events_of("command-exit"):
         code = whole(event.get("exit_status"))
-        ended = signal_name(-code) if code is not None and code < 0 else f"exit status {number(code)}"
+        ended = signal_name(signal_of_child(code)) or f"exit status {number(code)}"
         yield float(event["time_ns"]), f"The command ended: {ended}."

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
@@ -138,14 +139,15 @@ def workers_too_slow(case: LoadingCase) -> Finding:
         subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
     in_common, tests = "", {}
     fetches = steady_fetches(loop)
-    in_slow = float(fetches["fetch_ns"][is_tail(fetches)].sum() / fetches["fetch_ns"].sum())
+    slow_fetches = fetches[is_tail(fetches)]
+    in_slow = float(slow_fetches["fetch_ns"].sum() / fetches["fetch_ns"].sum())
     slow, slowest = "", tuple[Evidence, ...]()
     if steady.tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL:
         slow = (
             f" {percent(steady.tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
             f"{percent(in_slow)} of the workers' time."
         )
-        slowest = (*case.measured(straggler_ratio=steady.tail_ratio), _slowest_batches(loop))
+        slowest = (*case.measured(straggler_ratio=steady.tail_ratio), _slowest_batches(slow_fetches))
     if shared:
         likely = "" if shared.is_sure else " most likely"
         in_common = f" They{likely} wait for one thing in common: {shared.because}."
@@ -256,6 +258,7 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
 def straggler_samples(case: LoadingCase) -> Finding:
     """Return a finding for a few batches that take far longer; it lists the slowest by epoch and index."""
     loop, steady = case.loop, case.steady
+    fetches = steady_fetches(loop)
     workers, prefetch = loop.num_workers, loop.prefetch_factor
     needed = steady.fetch_p99 / (workers * max(steady.consumer, HAND_OVER_SECONDS))
     depth = max(prefetch + 1, math.ceil(needed))
@@ -271,7 +274,7 @@ def straggler_samples(case: LoadingCase) -> Finding:
                 straggler_wait_ratio=steady.tail_wait_ratio,
                 worker_idle_ratio=steady.idle_ratio,
             ),
-            _slowest_batches(loop),
+            _slowest_batches(fetches[is_tail(fetches)]),
         ),
         advice=(
             Advice(
@@ -291,10 +294,8 @@ def straggler_samples(case: LoadingCase) -> Finding:
     )
 
 
-def _slowest_batches(loop: Loop) -> Evidence:
-    """Return the slowest batches by epoch and index, of those that take over 3 times the usual."""
-    fetches = steady_fetches(loop)
-    slow = fetches[is_tail(fetches)]
+def _slowest_batches(slow: pd.DataFrame) -> Evidence:
+    """Return the slowest batches by epoch and index, of the fetches that take over 3 times the usual."""
     slowest = slow.nlargest(_LISTED_BATCHES, "fetch_ns").sort_values("time_ns")[["epoch", "index"]]
     batches = ", ".join(f"{epoch}:{index}" for epoch, index in slowest.astype(int).itertuples(index=False))
     listed = f"epoch:index, at most the {_LISTED_BATCHES} slowest"

@@ -198,12 +198,7 @@ def read_events(path: Path, offset_bytes: int) -> EventLines:
         JournalError: the file cannot be read.
 
     """
-    try:
-        with _open(path) as file:
-            file.seek(offset_bytes)
-            text = file.read(_EVENTS_AT_ONCE_BYTES)
-    except OSError as error:
-        raise read_error(path, error) from None
+    text = _read(path, offset_bytes, _EVENTS_AT_ONCE_BYTES)
     whole = text[: text.rfind(b"\n") + 1]
     if not whole and len(text) == _EVENTS_AT_ONCE_BYTES:
         raise JournalError(f"{path} is skipped: a line of it has more than {len(text)} bytes; remove the file")
@@ -241,15 +236,19 @@ def read_bytes(path: Path, offset_bytes: int, count: int) -> bytes:
         JournalError: the file cannot be read, or is shorter now.
 
     """
-    try:
-        with _open(path) as file:
-            file.seek(offset_bytes)
-            data = file.read(count)
-    except OSError as error:
-        raise read_error(path, error) from None
+    data = _read(path, offset_bytes, count)
     if len(data) < count:
         raise JournalError(f"{path} is skipped: it was cut while it was read; remove it")
     return data
+
+
+def _read(path: Path, offset_bytes: int, count: int) -> bytes:
+    try:
+        with _open(path) as file:
+            file.seek(offset_bytes)
+            return file.read(count)
+    except OSError as error:
+        raise read_error(path, error) from None
 
 
 def _open(path: Path) -> BinaryIO:
