@@ -1,6 +1,6 @@
 """Is the verdict on the built-in faults right, and are their healthy twins silent?
 
-    python benchmarks/faults.py [--repeats 3] [--steps N] [KIND …]
+    python -m benchmarks.faults [--repeats 3] [--steps N] [KIND …]
 
 Each fault of `tidegauge job fault` runs beside its twin, under the collector. For the fault and for its twin, a
 row says how often the fault's own finding was among the warnings, which share of the run it costs by that

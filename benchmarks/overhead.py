@@ -1,6 +1,6 @@
 """Measure the time that Tidegauge adds to a training step and to a worker's batch.
 
-    python benchmarks/overhead.py [--blocks 200] [--steps 100] [--image-pairs 300]
+    python -m benchmarks.overhead [--blocks 200] [--steps 100] [--image-pairs 300]
 
 Short blocks of steps run bare and attached, in one process and in random order within each pair, so both meet the
 same machine. The budget is 20 µs for the training thread and 20 µs for a worker, per step with one batch. With
@@ -29,7 +29,6 @@ import contextlib
 import itertools
 import math
 import queue
-import random
 import statistics
 import tempfile
 import threading
@@ -41,7 +40,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, _utils
 
-from training_harness import attach, detach, layout, session
+from benchmarks.in_turn import in_turn
+from training_harness import layout, session
 from training_harness.hooks.loading import fetch_meter, worker
 from training_harness.jobs.common import ensure_data
 from training_harness.jobs.images import Photographs, small_cnn
@@ -163,22 +163,6 @@ class Sink:
 def durations(ends_ns: list[int]) -> list[int]:
     warm = len(ends_ns) // 4  # the loop is new, and so are its journals: each block attaches again
     return [after - before for before, after in itertools.pairwise(ends_ns[warm:])]
-
-
-def in_turn(block: Block, pairs: int, run_dir: str) -> dict[bool, list[list[int]]]:
-    """The step durations (ns) of each block: bare, and attached."""
-    attach(run_dir)
-    block()
-    taken: dict[bool, list[list[int]]] = {False: [], True: []}
-    for _ in range(pairs):
-        for attached in random.sample((False, True), 2):
-            if attached:
-                attach(run_dir)
-            else:
-                detach()
-            taken[attached].append(block())
-    detach()
-    return taken
 
 
 def compare(name: str, block: Block, blocks: int, run_dir: str) -> None:

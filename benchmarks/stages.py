@@ -1,6 +1,6 @@
 """Measure the cost of recording a stage.
 
-    python benchmarks/stages.py [--blocks 300]
+    python -m benchmarks.stages [--blocks 300]
 
 The first rows are calls that do nothing, again and again, so recording is all of their cost. The others are calls
 of a loop that reads, resizes, turns and converts small pictures, so that the caches hold the loop's data and not

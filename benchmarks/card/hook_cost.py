@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import random
 import statistics
 import tempfile
 import time
@@ -24,7 +23,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from training_harness import attach, detach, layout
+from benchmarks.in_turn import in_turn
+from training_harness import layout
 from training_harness.hooks.training.step_phases import Progress
 
 _US_PER_SECOND = 1e6
@@ -108,17 +108,7 @@ def rows(pairs: int) -> Iterator[str]:
 
 
 def _compare(block: Block, pairs: int, run_dir: str) -> str:
-    taken: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    attach(run_dir)
-    block()
-    for _ in range(pairs):
-        for attached in random.sample((False, True), 2):
-            if attached:
-                attach(run_dir)
-            else:
-                detach()
-            taken[attached].append(block())
-    detach()
+    taken = in_turn(block, pairs, run_dir)
     cells = []
     for which in range(2):
         bare = statistics.median(times[which] for times in taken[False])

@@ -1,0 +1,144 @@
+"""Kills for lack of memory: the victim, and whose limit it was."""
+
+import pytest
+from ended_runs import (
+    COLLECTOR,
+    DEATHS,
+    KILLED_MESSAGE,
+    WORKERS,
+    deaths,
+    end_run,
+    end_training,
+    end_workers,
+    exception,
+    training,
+    with_memory,
+)
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, sample_host, sample_process
+
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
+
+
+@pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
+def test_oom_kill_names_the_victim_and_its_memory(column):
+    script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4], column=column)
+    end_run(end_training(end_workers(script, 0)), 1)
+    found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert [(f.kind, f.locus.worker, f.locus.pid) for f in found] == [("host-oom-kill", 1, 1001)]
+    assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
+
+
+@pytest.mark.parametrize(
+    ("path", "container", "words", "remedy"),
+    [
+        ("/system.slice/slurmstepd.scope/job_4711/step_0", None, "Slurm job 4711, cgroup /system", "--mem=SIZE"),
+        ("/slurm/uid_1000/job_4711", None, "Slurm job 4711", "--mem=SIZE"),
+        (
+            "/kubepods.slice/kubepods-pod0a1b2c3d_1111_2222_3333_444455556666.slice",
+            None,
+            "Kubernetes pod 0a1b2c3d…",
+            "limits.memory",
+        ),
+        ("/kubepods/burstable/pod0a1b2c3d-1111/4f5e", None, "Kubernetes pod 0a1b2c3d…", "limits.memory"),
+        ("/system.slice/docker-0123456789abcdef.scope", None, "Docker container 0123456789ab", "docker run"),
+        ("/docker/0123456789abcdef", None, "Docker container 0123456789ab", "docker run"),
+        ("/machine.slice/libpod-0123456789abcdef.scope", None, "Podman container 0123456789ab", "podman run"),
+        ("/user.slice/user-1000.slice/train.scope", None, "systemd unit train.scope", "MemoryMax="),
+        ("/", "kubernetes", "the Kubernetes container", "limits.memory"),
+        ("/lab/jobs", None, "cgroup /lab/jobs", "Raise the memory limit"),
+    ],
+)
+def test_a_memory_kill_names_whose_limit_it_was_and_how_to_raise_it(path, container, words, remedy):
+    script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4])
+    script.event(
+        START_SECONDS, "memory-limit", ("node", 90, 4900), path=path, limit_bytes=1024 * MIB, container=container
+    )
+    end_run(end_training(end_workers(script, 0)), 1)
+    (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-kill"]
+    assert f"the limit is 1 GiB ({words}" in found.summary
+    assert any(remedy in advice.text for advice in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "limit", "kind"),
+    [
+        ({"SLURM_MEM_PER_NODE": "1000"}, None, "host-oom-kill"),
+        ({"SLURM_MEM_PER_CPU": "250", "SLURM_CPUS_ON_NODE": "4"}, None, "host-oom-kill"),
+        ({"SLURM_MEM_PER_NODE": "2000"}, None, "killed"),
+        ({"SLURM_MEM_PER_NODE": "0"}, None, "killed"),
+        ({"SLURM_MEM_PER_CPU": "250"}, None, "killed"),
+        ({"SLURM_MEM_PER_NODE": "1000"}, 1000 * MIB, "killed"),  # a control group holds it, and counted no kill
+        ({}, None, "killed"),
+    ],
+)
+def test_a_job_killed_at_slurms_own_limit_died_for_lack_of_memory(slurm, limit, kind):
+    script = end_workers(training(), 0, 1, reason="parent-gone")
+    seconds = [script.now_seconds - at for at in (3, 2, 1)]
+    sample_host(script, seconds, demand=[900 * MIB] * 3, limit=limit)
+    held, collector = [400 * MIB] * 3, [200 * MIB] * 3
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held)
+    sample_process(script, seconds, WORKERS[0], ROLE_WORKER, private=held, rss=held, loader=0, worker=0)
+    sample_process(script, seconds, COLLECTOR, ROLE_COLLECTOR, private=collector, rss=collector)
+    script.manifest |= {"host": "node", "slurm": {"SLURM_JOB_ID": "4711", **slurm}}
+    found = [f for f in diagnose(end_run(script).tables()).findings if f.locus.role == "main" and f.kind in DEATHS]
+    assert [finding.kind for finding in found] == [kind]
+    if kind == "host-oom-kill":
+        assert "its job 4711 used 1000 MiB of its 1000 MiB" in found[0].summary
+        assert any("sbatch --mem" in advice.text for advice in found[0].advice)
+
+
+def test_earlier_oom_kills_are_not_blamed():
+    script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
+    end_run(end_training(end_workers(script, 0)), 1)
+    assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
+
+
+def test_one_oom_kill_has_one_victim():
+    script = with_memory(training(), [0, 0, 1])
+    end_run(end_workers(script, 0, reason="parent-gone"), -9)
+    assert sorted(deaths(script)) == [
+        ("host-oom-kill", "worker", 1, "critical"),
+        ("killed", "main", None, "critical"),
+    ]
+
+
+def deaths_after_kill(counts, column, demand):
+    """Return the deaths in a training that SIGKILL ends after as many ticks as the kill counter has values."""
+    script = Script().event(START_SECONDS, "process-start")
+    count = len(counts)
+    seconds = [START_SECONDS + second for second in range(count)]
+    sample_host(script, seconds, demand=[demand] * count, limit=1024 * MIB, **{column: counts})
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=[300 * MIB] * count, rss=[300 * MIB] * count)
+    script.now_seconds = START_SECONDS + count
+    return [kind for kind, *_ in deaths(end_run(script, -9)) if kind != "host-oom-risk"]
+
+
+@pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
+def test_oom_kill_long_before_the_end_is_not_blamed(column):
+    assert deaths_after_kill([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
+
+
+def test_only_the_hosts_kill_count_needs_a_memory_shortage():
+    late = [0] * 9 + [1]
+    assert deaths_after_kill(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
+    assert deaths_after_kill(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
+    assert deaths_after_kill(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
+
+
+@pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, ["host-oom-kill"])])
+def test_oom_killed_trial_of_a_finished_sweep_is_a_warning(kills, kinds):
+    script, sweep = Script(), ("node", 99, 4000)
+    script.manifest["command"].update(pid=sweep[1], start_ticks=sweep[2])
+    seconds = [START_SECONDS + second for second in range(10)]
+    counts = [0] * 6 + [kills] * 4
+    sample_host(script, seconds, demand=[900 * MIB] * 10, limit=1024 * MIB, cgroup_oom_kill_count=counts)
+    for trial, died in ((("node", 200, 8000), 5), (("node", 201, 8001), 9)):
+        script.event(START_SECONDS, "process-start", trial, parent_pid=sweep[1])
+        held = [300 * MIB] * died
+        sample_process(script, seconds[:died], trial, ROLE_MAIN, private=held, rss=held)
+    script.now_seconds = START_SECONDS + 10
+    script.event(START_SECONDS + 9, "process-exit", ("node", 201, 8001), lost_count=0)
+    found = [f for f in diagnose(end_run(script, 0).tables()).findings if f.kind in DEATHS]
+    assert [f.kind for f in found] == kinds
+    assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
