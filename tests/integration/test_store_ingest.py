@@ -368,7 +368,6 @@ def test_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
     assert seen(run) == expected
 
 
-#: Imports once, then forks an ingester for each line on stdin and says its pid.
 def test_missing_extensions_are_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -380,6 +379,14 @@ def test_missing_extensions_are_a_one_line_error(monkeypatch, tmp_path):
         pass
     assert "\n" not in str(caught.value)
     assert duckdb.__version__ in str(caught.value)
+
+
+def test_extension_whose_signature_does_not_fit_is_refused_once_ours_are_loaded(tmp_path):
+    packaged = duck._packaged("httpfs").read_bytes()
+    forged = tmp_path / "httpfs.duckdb_extension"
+    forged.write_bytes(packaged[:-1] + bytes([packaged[-1] ^ 1]))  # the signature is its end
+    with duck.open_connection() as connection, pytest.raises(duckdb.Error, match="signature"):
+        connection.execute(f"LOAD {duck.quote(str(forged))}")
 
 
 def test_a_copied_run_opens_elsewhere(tmp_path):
