@@ -216,7 +216,7 @@ DEVICE_TIME = _stream(
 
 HEAP = _stream(
     "heap",
-    "reading of a training process's heap, at most four per second",
+    "reading of the heap of a training process or a worker, at most four per second",
     _TIME,
     Column("in_use_bytes", "q", "bytes", "memory that the C library's allocator gave out and that is not freed"),
     Column("free_bytes", "q", "bytes", "freed memory that the allocator keeps: holes between used blocks"),

@@ -143,6 +143,13 @@ def test_fetch_time_is_split_into_its_parts(fetches):
     assert (fetch.cpu_ns > 0).all()
 
 
+def test_heaps_of_workers_are_read(run, fetches):
+    heap = run.table("heap")
+    heap = heap[heap["pid"].isin(fetches["pid"])]
+    assert len(heap) > 0
+    assert (heap["in_use_bytes"] > 0).all()
+
+
 def test_worker_start_is_timed_from_the_start_of_the_iterator(run, batches):
     loader = int(batches[batches.case == "split"].loader.iloc[0])
     (epoch,) = (event for event in bodies(run, "epoch-start") if event["loader"] == loader)

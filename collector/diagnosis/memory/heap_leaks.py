@@ -253,19 +253,25 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     young: dict[Locus, dict[int, _WorkerLeak]] = {}
     lasting: dict[Locus, dict[int, tuple[Use, _Readings]]] = {}
     rises: dict[tuple[Locus, int], list[float]] = {}
-    for _, rows in by_process(workers):
+    for key, rows in by_process(workers):
         locus = worker_locus(rows)
         if locus.loader is None or locus.worker is None:
             continue
         # Private memory is read seldom, so readings after the training count too.
-        private = seconds(rows), _written(rows)
+        private = seconds(rows), _written(rows) - _free(tables, key, seconds(rows))
         rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
         ticks_count, rows = len(rows), with_early_samples(tables, rows)
         if len(rows) < MIN_POINTS:
             continue
         times = seconds(rows)
-        steps = step_numbers(tables, str(locus.host), times)
-        use = Use(series="resident", locus=locus, times=times, values=_resident(rows), steps=steps)
+        free = _free(tables, key, times)
+        use = Use(
+            series="in_use" if free.any() else "resident",
+            locus=locus,
+            times=times,
+            values=_resident(rows) - free,
+            steps=step_numbers(tables, str(locus.host), times),
+        )
         place = replace(locus, pid=None, worker=None)
         levels = finite(use.values)
         rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)

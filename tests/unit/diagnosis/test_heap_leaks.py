@@ -47,9 +47,10 @@ def memory(
     host=FLAT,
     noise=0.3,
     free=None,
+    free_in_workers=None,
     **host_settings,
 ):
-    """Add samples of all processes: growth in MiB over their first size; `free` is free memory of the main heap."""
+    """Add samples of all processes: growth in MiB over their first size; `free` is free memory of a heap."""
     generator = np.random.default_rng(0)
 
     def series(base, growth):
@@ -61,9 +62,10 @@ def memory(
     for worker, key in enumerate(WORKERS):
         held, resident = series(10, private), series(320, workers)
         sample_process(script, SECONDS, key, ROLE_WORKER, private=held, rss=resident, worker=worker, loader=0)
-    if free is not None:
-        readings = zip(SECONDS, free, strict=True)
-        script.add("heap", [{"time_ns": ns(at), "free_bytes": value * MIB} for at, value in readings])
+    for key, holes in ((MAIN, free), *((key, free_in_workers) for key in WORKERS)):
+        if holes is not None:
+            readings = zip(SECONDS, holes, strict=True)
+            script.add("heap", [{"time_ns": ns(at), "free_bytes": value * MIB} for at, value in readings], key)
     return sample_host(script, SECONDS, demand=series(4000, host), **host_settings)
 
 
@@ -271,6 +273,16 @@ def test_growing_cache_in_the_workers_is_a_worker_leak():
     leak = findings_of(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
     assert [f.kind for f in leak] == ["worker-heap-leak"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
+
+
+def test_free_memory_in_the_heap_of_a_worker_is_no_leak_and_hides_none():
+    """A cache that is full replaces its items, whose sizes vary: only the holes between them grow."""
+    grown, total = 300 * RAMP, 10**14
+    assert kinds(memory(training(), workers=grown, host=2 * grown, total=total, free_in_workers=grown)) == []
+    filled = 150 * (1 - RAMP)
+    leak = findings_of(memory(training(), workers=grown, host=2 * grown, total=total, free_in_workers=filled))
+    assert [f.kind for f in leak] == ["worker-heap-leak"]
+    assert leak[0].rate.value == pytest.approx(15 * MIB, rel=0.1)
 
 
 @pytest.mark.parametrize(("epochs", "severity"), [(2, "warning"), (3, "info")])

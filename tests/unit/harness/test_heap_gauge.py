@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from training_harness.hooks.training.heap import EVERY_NS, HeapGauge
+from training_harness.hooks.heap import EVERY_NS, HeapGauge
 
 
 def heap_reading(gauge: HeapGauge) -> tuple[int, ...]:

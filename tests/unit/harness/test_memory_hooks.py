@@ -24,13 +24,13 @@ import torch
 
 from tests.recorded_runs import allocator_state, recorded
 from training_harness import layout, session
+from training_harness.hooks.heap import EVERY_NS
 from training_harness.hooks.on_request import allocation_growth, requests, tensor_census as census_module
 from training_harness.hooks.on_request.requests import POLL_EVERY_NS
 from training_harness.hooks.on_request.snapshots import compact
 from training_harness.hooks.on_request.tensor_census import census
 from training_harness.hooks.training.cuda_oom import OomHook, install, is_out_of_memory
 from training_harness.hooks.training.devices import DeviceGauges, gauges
-from training_harness.hooks.training.heap import EVERY_NS
 from training_harness.hooks.training.step_phases import Progress
 from training_harness.records import DEVICE_MEMORY, MISSING_INT64
 

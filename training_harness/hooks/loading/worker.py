@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from training_harness import ptracer, session
+from training_harness.hooks.heap import EVERY_NS, HeapGauge
 from training_harness.hooks.loading.fetch_meter import FetchMeter, samples_in
 from training_harness.hooks.on_request.requests import Requests
 from training_harness.hooks.patching import Hook
@@ -124,6 +125,8 @@ class FetchRecorder:
         self._parent_pid = os.getppid()
         self._meter = FetchMeter()
         self._started_ns = self._idle_since_ns = time.monotonic_ns()
+        self._heap = HeapGauge(first_ns=self._started_ns + EVERY_NS)
+        self._heap_hook = Hook("heap")
         self._idle_ns = MISSING_INT64
         self._index = MISSING_INT64
         self._collate_ns = 0
@@ -207,6 +210,9 @@ class FetchRecorder:
                 *spent,
                 self._samples,
             )
+            if now_ns >= self._heap.due_ns:
+                self._heap_hook.attempt(self._heap.record, self._session)
+                now_ns = time.monotonic_ns()
             if now_ns >= self._requests.due_ns:
                 now_ns = self._requests.serve(self._session, self._index)
             self._index = MISSING_INT64

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from training_harness import session
+from training_harness.hooks.heap import HeapGauge
 from training_harness.hooks.on_request.requests import Requests
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import announce
@@ -33,7 +34,6 @@ from training_harness.hooks.training.devices import (
     DeviceTimes,
     Reading,
 )
-from training_harness.hooks.training.heap import HeapGauge
 from training_harness.records import (
     MISSING_INT32,
     MISSING_INT64,

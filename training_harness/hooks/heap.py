@@ -28,12 +28,15 @@ class _Mallinfo2(ctypes.Structure):
 class HeapGauge:
     """Reads the heap of this process.
 
+    Args:
+        first_ns: when the first reading is due.
+
     Attributes:
         due_ns: when the next reading is due; never where the C library has no `mallinfo2`.
     """
 
-    def __init__(self) -> None:
-        self.due_ns = 0
+    def __init__(self, *, first_ns: int = 0) -> None:
+        self.due_ns = first_ns
         try:
             self._mallinfo2 = ctypes.CDLL(None).mallinfo2
             self._mallinfo2.restype = _Mallinfo2
