@@ -258,6 +258,7 @@ EXIT_AFTER_SIGNAL = replace(
     "it probably handled that signal.",
     confidence=0.8,
 )
+EXIT_AFTER_INTERRUPT = replace(EXIT_AFTER_SIGNAL, severity="info", advice=())
 COLLECTOR_KILLED = Death(
     kind="killed",
     sentence="Tidegauge's collector (pid {pid}) was killed; the training is unharmed and its journals go on.",

@@ -34,7 +34,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
 #: Signals that programs handle to save their state and end.
-_HANDLED_SIGNALS = (SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM)
+_HANDLED_SIGNALS = (SIGHUP, SIGUSR1, SIGUSR2, SIGTERM)
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
 
 
@@ -172,10 +172,14 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
         fact("exit_status", code, "of the command"),
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
-    locus, signal = Locus(host=key[0], role="main", pid=key[1]), code - _SIGNAL_STATUS
+    signal, death = code - _SIGNAL_STATUS, catalogue.FAILED_EXIT
+    if signal == SIGINT:
+        death = catalogue.EXIT_AFTER_INTERRUPT
+    elif signal in _HANDLED_SIGNALS:
+        death = catalogue.EXIT_AFTER_SIGNAL
     return [
-        (catalogue.EXIT_AFTER_SIGNAL if signal in _HANDLED_SIGNALS else catalogue.FAILED_EXIT).finding(
-            locus=locus,
+        death.finding(
+            locus=Locus(host=key[0], role="main", pid=key[1]),
             since_step=last_step(tables, key),
             evidence=evidence,
             status=code,

@@ -224,7 +224,7 @@ def _went_on(tables: RunTables, life: Lifecycle, key: ProcessKey, time_ns: int) 
         return True
     if any((floats(written(tables, name, key), "time_ns") > time_ns).any() for name in ITERATIONS):
         return True
-    return key in life.recorded_exits and key not in life.exceptions
+    return key in life.recorded_exits and key not in life.exceptions and not life.exit_status
 
 
 def _culprit(

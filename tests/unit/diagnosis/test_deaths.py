@@ -87,7 +87,7 @@ def test_killed_worker_is_named_and_not_the_failed_training():
     ("exit_status", "severity", "words"),
     [
         (143, "warning", "which stands for SIGTERM (128 + 15)"),
-        (130, "warning", "which stands for SIGINT (128 + 2)"),
+        (130, "info", "which stands for SIGINT (128 + 2)"),
         (1, "critical", "without an uncaught Python exception"),
         (137, "critical", "without an uncaught Python exception"),
     ],

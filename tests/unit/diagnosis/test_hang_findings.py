@@ -90,6 +90,14 @@ def test_a_training_that_went_on_after_the_stacks_has_no_hang():
     assert find_hangs(script.tables()) == []
 
 
+@pytest.mark.parametrize(("exit_status", "hangs_count"), [(0, 0), (130, 1)])
+def test_a_training_that_catches_the_ctrl_c_which_ends_its_hang_did_not_go_on(exit_status, hangs_count):
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    script.event(START_SECONDS + 70, "process-exit", lost_count=0)
+    script.event(START_SECONDS + 71, "command-exit", AGENT, command_pid=MAIN[1], exit_status=exit_status)
+    assert len(find_hangs(script.tables())) == hangs_count
+
+
 NETWORK = "waiting for the network (10.0.0.7:443)"
 
 
