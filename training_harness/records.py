@@ -289,6 +289,7 @@ HOST = _stream(
     Column("cgroup_oom_kill_count", "q", "count", "processes killed by the kernel in the cgroup, so far"),
     Column("host_oom_kill_count", "q", "count", "processes killed for memory on the whole host, /proc/vmstat"),
     Column("shm_used_bytes", "q", "bytes", "/dev/shm in use"),
+    Column("shm_unwritten_bytes", "q", "bytes", "pages of the files in /dev/shm that were never written"),
     Column("shm_total_bytes", "q", "bytes", "/dev/shm size"),
     Column("memory_some_avg10_ratio", "d", "ratio", "PSI memory, some, 10 s"),
     Column("memory_full_avg10_ratio", "d", "ratio", "PSI memory, full, 10 s"),

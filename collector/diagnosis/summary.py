@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.deaths import earlier_workers, last_states, to_records
+from collector.diagnosis.loading.loaders import loads_ahead, loops
 from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
@@ -163,9 +164,10 @@ def steps_count(tables: RunTables) -> int:
 def data_wait_ratio(tables: RunTables) -> float | None:
     """Return the time spent in DataLoaders over the time of the steps, or of the loop in a run without steps.
 
-    None without a DataLoader, since Tidegauge does not see how such a loop gets its data.
+    None without a DataLoader, since Tidegauge does not see how such a loop gets its data, and where a thread loads
+    ahead, since the time that the training waits for that thread is not recorded.
     """
-    if tables.stream("batch").empty:
+    if tables.stream("batch").empty or any(loads_ahead(tables, loop) for loop in loops(tables)):
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")

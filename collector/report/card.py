@@ -151,7 +151,7 @@ def _own_cost(verdict: Verdict) -> list[tuple[str, str]]:
 def _data_wait(verdict: Verdict) -> str:
     ratio = verdict.summary["data_wait_ratio"]
     if ratio is None:
-        return f"{MISSING} no DataLoader seen" if not verdict.batches else MISSING
+        return f"{MISSING} no DataLoader seen" if not verdict.batches else f"{MISSING} not recorded"
     return f"{percent(ratio)} of the loop's time, start-up included"
 
 

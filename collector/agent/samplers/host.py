@@ -9,9 +9,11 @@ container beside that of the training sees the training's groups and /dev/shm th
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Set
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 from collector.agent.samplers.procfs import field, kibibytes, read_file, read_stat
@@ -34,6 +36,10 @@ _MEMORY_V2 = {
     "cgroup_slab_reclaimable_bytes": ("memory.stat", b"slab_reclaimable "),
     "cgroup_oom_count": ("memory.events", b"oom "),
 }
+#: Unit of `st_blocks` (stat(2)).
+_BLOCK_BYTES = 512
+#: Files in /dev/shm whose sizes are read at a tick, at most: they take 2 ms.
+_MOST_FILES = 1000
 _UNKNOWN: Sample = {column.name: None for column in HOST.columns if column.name.startswith("cgroup_")}
 
 
@@ -139,6 +145,7 @@ class HostSampler:
         return {
             "shm_used_bytes": (shm.f_blocks - shm.f_bfree) * shm.f_frsize,
             "shm_total_bytes": shm.f_blocks * shm.f_frsize,
+            "shm_unwritten_bytes": unwritten_bytes(f"{self._view.root}/dev/shm"),
         }
 
     def _pressure(self) -> Sample:
@@ -149,6 +156,23 @@ class HostSampler:
             "cpu_some_avg10_ratio": _avg10(self._read("pressure/cpu"), b"some"),
             "io_some_avg10_ratio": _avg10(self._read("pressure/io"), b"some"),
         }
+
+
+def unwritten_bytes(folder: str) -> int | None:
+    """Return the size of the files in a folder beyond the pages that they have; None with too many files."""
+    unwritten = 0
+    try:
+        with os.scandir(folder) as entries:
+            for count, entry in enumerate(entries):
+                if count >= _MOST_FILES:
+                    return None
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if S_ISREG(status.st_mode):
+                        unwritten += max(0, status.st_size - status.st_blocks * _BLOCK_BYTES)
+    except OSError:
+        return None
+    return unwritten
 
 
 def headroom_bytes(sample: Sample) -> float | None:

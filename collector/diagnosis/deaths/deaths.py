@@ -30,6 +30,8 @@ from collector.units import plain_text
 
 #: Parts of an exception that a worker passed on (torch/_utils.py, ExceptionWrapper): its mark, a traceback line.
 _FROM_WORKER = "in DataLoader worker process"
+#: Files that are not the user's: installed ones, and the hooks where they are not installed.
+_INSTALLED = re.compile(r"/site-packages/|/training_harness/hooks/")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
@@ -159,7 +161,7 @@ def _at(event: Mapping[str, Any]) -> str:
     """Return the line at which an exception was raised, in the worker if there: ` at train.py:37, in main`."""
     site = event.get("site")
     if _FROM_WORKER in str(event.get("message")):
-        frames = [frame for frame in _FRAME.findall(str(event["message"])) if "/site-packages/" not in frame[0]]
+        frames = [frame for frame in _FRAME.findall(str(event["message"])) if not _INSTALLED.search(frame[0])]
         site = "{}:{}, in {}".format(*frames[-1]) if frames else site
     return f" at {os.path.basename(str(site))}" if site else ""
 

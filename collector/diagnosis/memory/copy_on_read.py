@@ -28,7 +28,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Evidence, Finding, Limit, Locus, Rate
 from collector.store import ProcessKey
 from collector.units import size
@@ -44,6 +44,8 @@ _MIN_BATCHES = 2 * _WARM_UP_BATCHES
 #: Least share of the copied memory that was copied after the warm-up.
 _MIN_LATE_RATIO = 0.3
 _PAGE_BYTES = 4096
+#: Faults beyond those that batches take anyway by which chance may raise their sum, in standard deviations.
+_NOISE_SPREADS = 2.0
 #: Number of newest workers judged in a slot whose workers are restarted in each epoch.
 _LIVES_COUNT = 8
 #: Least share of the loader's workers that copy.
@@ -152,7 +154,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
 
     There are two independent estimates: the rise of private memory beyond that of resident memory, and the drop of
     shared memory below the parent's written memory at the fork, all of which was shared then. Both include what the
-    parent released since, which is subtracted. The largest estimate at any time counts, since copies stay.
+    parent released or wrote since, which is subtracted. The largest estimate at any time counts, since copies stay.
     """
     private, uss = floats(rows, "private_dirty_bytes"), floats(rows, "uss_bytes")
     resident, times = resident_bytes(rows), floats(rows, "time_ns")
@@ -165,7 +167,8 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
     private, uss, times, resident = private[is_read], uss[is_read], times[is_read], resident[is_read]
     unmatched = private - private[0] - np.maximum(0.0, resident - resident[0])
     missing = min(inherited, at_fork) - (resident - uss)
-    total = float(np.nanmax([np.zeros(len(times)), unmatched - released, missing - released]))
+    estimates = [one - np.maximum(released, _unfaulted_bytes(one, times, fetches)) for one in (unmatched, missing)]
+    total = float(np.nanmax([np.zeros(len(times)), *estimates]))
     warm_ns = np.sort(floats(fetches, "time_ns"))[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
     late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0
@@ -179,6 +182,30 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
         end_ns=float(times[-1]),
         n=len(private),
     )
+
+
+def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> Floats:
+    """Return what became private by each time without a fault of the worker.
+
+    A copy takes a fault. Where the parent writes or releases pages that only one worker shares with it, as its
+    garbage collection does, the worker has the old ones alone. The faults that a batch takes anyway, those that no
+    rise explains, are no copies. Faults are counted up to the end of a later fetch, and unknown after the last one.
+    """
+    fetches = fetches.sort_values("time_ns")
+    counts = floats(fetches, "minor_fault_count")
+    ends, counts = floats(fetches, "time_ns")[np.isfinite(counts)], finite(counts)
+    if not len(counts):
+        return np.zeros(len(times))
+    first = np.concatenate([[0], np.searchsorted(ends, times[:-1], side="right")])
+    last = np.searchsorted(ends, times) + 1
+    faults = np.append(np.cumsum(np.insert(counts, 0, 0.0)), np.inf)
+    rises = np.maximum(0.0, np.nan_to_num(np.diff(private, prepend=0.0)))
+    taken, batches = faults[last] - faults[first], last - first
+    without_copy = finite(np.maximum(0.0, taken - rises / _PAGE_BYTES) / batches)
+    anyway = float(np.median(without_copy)) if len(without_copy) else 0.0
+    copies = taken - batches * anyway + _NOISE_SPREADS * spread(counts) * np.sqrt(batches)
+    without: Floats = np.cumsum(np.maximum(0.0, rises - _PAGE_BYTES * np.maximum(0.0, copies)))
+    return without
 
 
 def _most_faults(fetches: pd.DataFrame) -> float:

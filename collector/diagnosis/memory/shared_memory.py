@@ -56,6 +56,7 @@ class SharedMemory:
     Attributes:
         times: times of the samples, seconds.
         used: bytes in use at these times.
+        promised: the same with the pages of segments that were never written. To write them is no growth.
         total: its size in bytes.
         batch: size of the largest batch that a worker handed over, NaN if none is known.
         workers: workers that may write at once: the sum, over training processes, of their largest loader's.
@@ -64,6 +65,7 @@ class SharedMemory:
 
     times: Floats
     used: Floats
+    promised: Floats
     total: float
     batch: float
     workers: int
@@ -77,9 +79,11 @@ class SharedMemory:
         for (main, _), setting in loader_settings(tables).items():
             if main is not None and main[0] == host:
                 workers[main] = max(workers.get(main, 0), int(setting.get("num_workers") or 0))
+        used = floats(samples, "shm_used_bytes")
         return cls(
             times=seconds(samples),
-            used=floats(samples, "shm_used_bytes"),
+            used=used,
+            promised=used + np.nan_to_num(floats(samples, "shm_unwritten_bytes")),
             total=last(floats(samples, "shm_total_bytes")),
             batch=peak(floats(batch[(batch["host"] == host) & (floats(batch, "worker") >= 0)], "payload_bytes")),
             workers=sum(workers.values()),
@@ -97,7 +101,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     memory = SharedMemory.of(tables, host, samples)
     if not np.isfinite(memory.used).any() or not memory.total > 0:
         return []
-    use = _use(tables, host, "shm_used", memory.times, memory.used)
+    use = _use(tables, host, "shm_used", memory.times, memory.promised)
     trend, negligible = use.growth(), negligible_bytes(memory.used)
     young = young_growth(tables, use, trend, negligible)
     if young is not None:

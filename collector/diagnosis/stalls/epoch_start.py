@@ -24,6 +24,8 @@ from collector.findings import Advice, Finding
 from collector.units import count, duration, percent
 
 _HOUR_SECONDS = 3600.0
+#: Least share of a refill that the first batch must cause, beyond the time of any other, to be its cause.
+_MAIN_CAUSE = 0.5
 #: Newest epochs that are measured; earlier ones are assumed to cost the same.
 RECENT_EPOCHS = 1000
 
@@ -249,17 +251,30 @@ def _cheap_start(each: str) -> Advice:
 
 
 def epoch_refill(starts: EpochStarts) -> Finding:
-    """Return a finding for epochs that begin with empty queues."""
+    """Return a finding for epochs that begin with empty queues, or with a first batch that takes long to make."""
     refill, batches = duration(starts.mean("refill")), starts.usual_batches
-    advice = Advice(
-        text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
-        "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
+    usual, first = float(np.median(fetch_ns(starts.loop.fetches))) / SECOND_NS, starts.mean("first_fetch")
+    is_iterable = loader_setting(starts.tables, starts.loop).get("iterable")
+    is_of_dataset = is_iterable and first - usual >= _MAIN_CAUSE * starts.mean("refill")
+    cover = "let one pass of the sampler cover the dataset several times, as RandomSampler(dataset, "
+    longer = Advice(
+        text="Make epochs longer: "
+        + (
+            "let the iterable dataset yield its samples several times"
+            if is_iterable
+            else f"{cover}replacement=True, num_samples=k * len(dataset)) does"
+        ),
         expected=f"about {refill} less for each epoch that is saved",
         effect="changes results",
     )
+    begins = "begins with empty queues"
+    if is_of_dataset:
+        begins += (
+            f", and the iterable dataset takes {duration(first)} to its first batch (usually {duration(usual)})"
+        )
     return Finding(
         kind="epoch-refill",
-        summary=f"Each epoch of loader {starts.loop.loader} begins with empty queues: that costs {refill} for each "
+        summary=f"Each epoch of loader {starts.loop.loader} {begins}: that costs {refill} for each "
         f"of {len(starts.passes)} epochs after the first ({count(batches)} batches each), "
         f"{duration(starts.loss.seconds)} or {percent(starts.loss.ratio)} of the run. Prefetching does not cross "
         "the end of an epoch.",
@@ -268,6 +283,6 @@ def epoch_refill(starts: EpochStarts) -> Finding:
             first_fetch_seconds=starts.mean("first_fetch"),
             batches_per_epoch_count=batches,
         ),
-        advice=(advice,),
+        advice=(_cheap_start(refill), longer) if is_of_dataset else (longer,),
         **starts.facts,
     )

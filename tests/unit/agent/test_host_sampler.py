@@ -122,6 +122,14 @@ def test_sample_has_the_gauges_of_the_host(machine):
     assert sample["shm_total_bytes"] >= sample["shm_used_bytes"] > 0
 
 
+def test_pages_of_a_segment_that_were_never_written_are_counted(machine):
+    with (machine.root / "dev/shm/psm_cache").open("wb") as segment:
+        segment.truncate(8 * MIB)
+        segment.write(bytes(MIB))
+
+    assert machine.sampler().sample()["shm_unwritten_bytes"] == 7 * MIB
+
+
 def test_host_without_cgroups_pressure_and_shm_has_missing_values(machine):
     shutil.rmtree(machine.root / "proc/pressure")
     shutil.rmtree(machine.root / "dev")

@@ -169,6 +169,7 @@ def test_waits_of_a_thread_that_loads_ahead_are_not_taken_for_the_trainings(work
     (found,) = (finding for finding in verdict.findings if finding.locus.loader == 0)
     assert (found.kind, found.severity) == ("cannot-tell", "info")
     assert verdict.summary["exposed_stall"] == []
+    assert verdict.summary["data_wait_ratio"] is None
     assert "ahead of the thread that trains" in found.summary
 
 
@@ -178,6 +179,16 @@ def test_short_epochs_have_an_epoch_refill_finding():
     assert kinds == [("epoch-refill", "warning")]
     assert found["epoch-refill"].value_of("refill_seconds") == pytest.approx(0.06, rel=0.1)
     assert loading_findings(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_refill_by_an_iterable_dataset_that_is_slow_to_begin_names_it_and_no_sampler(iterable):
+    run = STEADY | {"consumer": jittered(0.02), "gap": 0.01, "batches": 40, "epochs": 10, "iterable": iterable}
+    run["service"] = lambda _random, _worker, index: 0.01 if index else 0.4
+    _, found = loading_findings(simulate(**run))
+    refill = found["epoch-refill"]
+    assert ("iterable dataset takes 400 ms to its first batch" in refill.summary) == iterable
+    assert any("sampler" in advice.text for advice in refill.advice) != iterable
 
 
 def test_short_epochs_of_slow_workers_have_no_epoch_refill_finding():

@@ -15,6 +15,7 @@ from ended_runs import (
 )
 from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, ns, simulate
 
+from collector.diagnosis.deaths.deaths import _at
 from collector.diagnosis.verdict import diagnose
 
 
@@ -320,3 +321,11 @@ def test_evidence_counts_process_exit_events():
     script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     found = next(f for f in diagnose(script.tables()).findings if f.kind == "killed")
     assert {e.name: e.value for e in found.evidence}["farewell_count"] == 1
+
+
+def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks():
+    hook = "/src/training_harness/hooks/loading/worker.py"
+    text = f'in DataLoader worker process 0.\n  File "{hook}", line 141, in timed'
+    assert _at({"message": text, "site": "/home/me/train.py:9, in <module>"}) == " at train.py:9, in <module>"
+    text = f'{text}\n  File "/home/me/data.py", line 5, in pad'
+    assert _at({"message": text, "site": "/home/me/train.py:9, in <module>"}) == " at data.py:5, in pad"

@@ -16,7 +16,7 @@ FLAT = np.zeros(COUNT)
 NOISE = np.random.default_rng(0).integers(0, 9, COUNT)
 
 
-def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
+def training(*, shm=FLAT, unwritten=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
     """Return 60 s of healthy loading, with MiB of /dev/shm in use, mapped by training, and of its cgroup."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
     for part in script.parts["batch"]:
@@ -31,6 +31,7 @@ def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 102
         demand=(4000 + NOISE) * MIB,
         memory_shmem_bytes=(90 + counted) * MIB,
         shm_used_bytes=(shm + NOISE) * MIB,
+        shm_unwritten_bytes=unwritten * MIB,
         shm_total_bytes=np.full(COUNT, total * MIB),
         total=2**50,
         **limits,
@@ -57,6 +58,16 @@ def kinds(script):
 )
 def test_segments_that_come_and_go_are_no_leak(healthy):
     assert kinds(training(shm=healthy, mapped=healthy, cgroup=healthy)) == []
+
+
+def test_a_segment_that_is_filled_with_data_is_no_leak_and_hides_none():
+    filling = 5.0 * AT
+    series = dict.fromkeys(("shm", "mapped", "cgroup"), filling)
+    assert kinds(training(unwritten=600 - filling, **series)) == []
+    leaking = dict.fromkeys(series, filling + 3.0 * AT)
+    leak, *_ = findings_of(training(unwritten=600 - filling, **leaking))
+    assert leak.kind == "shm-leak"
+    assert leak.rate.value == pytest.approx(3 * MIB, rel=0.1)
 
 
 @pytest.mark.parametrize("where", ["mapped", "cgroup"])
