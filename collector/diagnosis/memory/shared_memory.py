@@ -44,7 +44,9 @@ from collector.findings import Evidence, Finding, Limit, Locus
 from collector.store import ProcessKey
 from collector.units import size
 
-_OTHERS_TOO = " Other programs fill it too."
+_OTHERS_TOO = (
+    " It fills faster: other programs fill it too, or processes of the run hold pages that they never read."
+)
 _UNKNOWN = " Neither the run's processes nor its cgroup nor the kernel's count shows as much: its owner is unknown."
 _UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
 

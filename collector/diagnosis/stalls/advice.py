@@ -76,7 +76,12 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
 
 
 def fault_of_fetches(limit: WorkerLimit, outlook: Forecast | str) -> Fault | None:
-    """Return where the cause of slow fetches lies: in the settings if another one lets the workers keep up."""
+    """Return where the cause of slow fetches lies: in the settings if another one lets the workers keep up.
+
+    No setting brings back cores that others use.
+    """
+    if limit.by == "oversubscribed":
+        return limit.fault
     best = outlook.best if isinstance(outlook, Forecast) else None
     return "your settings" if best and best.wait_ratio < _HEALTHY_WAIT_RATIO else limit.fault
 

@@ -129,7 +129,7 @@ def test_leak_has_the_rate_of_the_run_if_others_fill_shm_too():
         f for f in findings_of(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
     )
     assert leak.rate.value == pytest.approx(4 * MIB, rel=0.1)
-    assert "Other programs fill it too" in leak.summary
+    assert "other programs fill it too" in leak.summary
 
 
 def test_unmapped_segments_are_found_by_the_kernels_count():

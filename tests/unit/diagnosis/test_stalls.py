@@ -112,6 +112,7 @@ def test_cores_filled_by_the_training_are_not_blamed_on_others(workers, fetch, t
     assert found.limited_by == "oversubscribed"
     assert ("other processes use the rest" in found.summary) == others
     assert ("what else uses the cores" in found.advice[0].text) == others
+    assert found.fault == ("this machine" if others else "your settings")
 
 
 def test_workers_are_blamed_if_they_and_the_loop_wait_for_cores():
