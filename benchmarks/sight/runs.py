@@ -40,7 +40,9 @@ def said(tool: Tool, fault: str, keep: Path) -> dict[str, Any]:
     """Return what a tool said of a fault; run the program if it is not kept."""
     folder = keep / fault / tool.name
     if not (folder / "said.json").exists():
-        if not (folder / "status.json").exists():
+        for _ in range(_ATTEMPTS):
+            if (folder / "began").exists() and (folder / "status.json").exists():
+                break
             _run(tool, fault, folder)
         reading = str(REPOSITORY / "benchmarks" / "sight" / "reading.py")
         words = [python_of(tool.environment), "-P", reading, tool.name, str(folder)]
