@@ -112,7 +112,7 @@ def profiler(_model: Any) -> Iterator[Edit]:
 
     def write(profile: Any) -> None:
         averages = profile.key_averages()
-        table = averages.table(sort_by="cpu_time_total", row_limit=10, max_name_column_width=60)
+        table = averages.table(sort_by="cpu_time_total", row_limit=-1, max_name_column_width=60)
         (FOLDER / "table.txt").write_text(table)
         total = sum(row.self_cpu_time_total for row in averages)
         rows = {row.key: (100 * row.cpu_time_total / total, row.self_cpu_memory_usage / 2**20) for row in averages}

@@ -18,6 +18,8 @@ from benchmarks.sight.tools import TOOLS, Tool
 
 #: Most lines of a quotation, and characters of a line.
 _LINES, _WIDTH = 4, 200
+#: Lines with a tool's verdict, quoted where nothing else decides.
+_VERDICT = re.compile(r"^(verdict|why):|^. (info|warning|critical)\b|finding|attention|no warnings", re.IGNORECASE)
 #: Text of each run: fault -> tool -> what it said.
 Runs = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -107,14 +109,19 @@ def _cost(tool: Tool) -> str:
 
 
 def _quotation(tool: Tool, verdict: Verdict, said: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a tool said: the lines that decide, else the first ones, and its curves in a sentence."""
-    lines = verdict.lines or tuple(sentences(said["text"]))
+    """Yield what a tool said: the lines that decide, else its verdict, else the names of its curves."""
+    lines = verdict.lines or tuple(line for line in sentences(said["text"]) if _VERDICT.search(line))
     heading = f"**{tool.title}** ({verdict.mark})"
     if not lines:
-        curves = ", ".join(f"`{name}`" for name in list(said["series"])[:6])
-        yield f"{heading}: {f'nothing in words; curves of {curves}' if curves else 'nothing'}.\n"
+        curves = ", ".join(f"`{name}`" for name in sorted(said["series"], key=_interest)[:6])
+        nothing = "nothing in words" if said["text"].strip() else "nothing"
+        yield f"{heading}: {nothing}{f'; curves of {curves}' if curves and tool.shows == 'curve' else ''}.\n"
         return
     yield f"{heading}:\n\n```text"
     for line in lines[:_LINES]:
         yield textwrap.shorten(line, _WIDTH, placeholder=" …")
     yield "```\n"
+
+
+def _interest(name: str) -> tuple[bool, str]:
+    return not re.search("mem|rss|loss", name, re.IGNORECASE), name

@@ -104,7 +104,9 @@ def trackio(folder: Path) -> tuple[str, Series]:
 
 
 def aim(folder: Path) -> tuple[str, Series]:
+    """Its index of a run is made by its server, or on request."""
     series: Series = {}
+    report("aim", "storage", "--repo", str(folder), "reindex", "-y")
     for run in importlib.import_module("aim").Repo(str(folder)).iter_runs():
         for metric in run.metrics():
             _steps, (values, _epochs, seconds) = metric.data.numpy()
@@ -170,7 +172,10 @@ def said(tool: str, folder: Path) -> dict[str, Any]:
         text, series = f"(nothing to read: {type(error).__name__}: {error})", {}
     text = (folder / "output").read_text(errors="replace") + text
     text = _CONTROLS.sub("", text).replace(str(folder), "…").replace(f"{_REPOSITORY}/", "")
-    return {"text": text, "series": {name: points for name, points in series.items() if points}}
+    return {
+        "text": text,
+        "series": {name.replace(f"{_REPOSITORY}/", ""): points for name, points in series.items() if points},
+    }
 
 
 if __name__ == "__main__":

@@ -23,9 +23,14 @@ _HELD_BY_TRAINING = r"^training process: .*program\.py|aten::(ones|empty): memor
 _LOADER_ROW = r"DataLoader.*: time"
 #: A curve shows a fault if the mean of its last quarter is above that of its second by this share of the latter.
 _LEAST_RISE = 0.02
-#: Least value of a row, in MiB or in % of the time, and how many times the healthy one it must be.
-_LEAST_ROW, _TIMES_HEALTHY = 20.0, 3.0
-_ALARM = re.compile(r"\b(warning|critical)\b", re.IGNORECASE)
+#: It must be as many times that of the healthy training.
+_TIMES_HEALTHY = 3.0
+#: A row shows one if it has as much more than in the healthy training, in MiB or in % of the time.
+_MORE_IN_ROW = 20.0
+#: Other work may keep the machine's cores busy meanwhile: to warn of that is right.
+_ALARM = re.compile(r"^(?!.*(HIGH CPU|capability)).*\b(warning|critical)\b", re.IGNORECASE)
+#: Things that a tool has looked at and found nothing wrong with, and a warning of PyTorch itself.
+_NOTHING_SAID = re.compile(r"^(checked and fine|not judged|please be aware that excessive)", re.IGNORECASE)
 #: A figure, but no line number.
 _FIGURE = re.compile(r"(?<!\.py:)\b\d[\d.,]*")
 
@@ -142,7 +147,9 @@ def judge(tool: Tool, name: str, said: Mapping[str, Any], healthy: Mapping[str, 
         alarms = [line for line in sentences(said["text"]) if _ALARM.search(line)]
         return Verdict("alarm" if alarms else "none", tuple(alarms))
     usual = {_FIGURE.sub("#", line) for line in sentences(healthy["text"])}
-    lines = [line for line in sentences(said["text"]) if _FIGURE.sub("#", line) not in usual]
+    lines = [
+        line for line in sentences(said["text"]) if _FIGURE.sub("#", line) not in usual and not _NOTHING_SAID.search(line)
+    ]
     if named := [line for line in lines if all(_has(pattern, line) for pattern in fault.names)]:
         return Verdict("✓", tuple(named))
     if fault.shows and (shown := [line for line in lines if _has(fault.shows, line)]):
@@ -171,8 +178,10 @@ def shown_curves(fault: Fault, series: Mapping[str, Any], healthy: Mapping[str, 
             found.append(f"loss: ends after {len(values)} of {len(usual)} values")
         if not fault.curve or not _has(fault.curve, name):
             continue
-        if len(values) == 1 and values[0] >= max(_LEAST_ROW, _TIMES_HEALTHY * (usual[0] if usual else 0.0)):
-            found.append(f"{name}: {values[0]:.0f}, healthy: {usual[0] if usual else 0:.0f}")
+        if len(values) == 1:
+            before = usual[0] if usual else 0.0
+            if values[0] - before >= _MORE_IN_ROW:
+                found.append(f"{name}: {values[0]:.0f}, healthy: {before:.0f}")
         elif len(values) >= 8 and _rise(values) > max(_LEAST_RISE, _TIMES_HEALTHY * abs(_rise(usual))):
             found.append(f"{name}: {values[len(values) // 4]:,.6g} → {values[-1]:,.6g}")
     return found
