@@ -30,7 +30,7 @@ _MORE_IN_ROW = 20.0
 #: Other work may keep the machine's cores busy meanwhile: to warn of that is right.
 _ALARM = re.compile(r"^(?!.*(HIGH CPU|capability)).*\b(warning|critical)\b", re.IGNORECASE)
 #: Things that a tool has looked at and found nothing wrong with, and a warning of PyTorch itself.
-_NOTHING_SAID = re.compile(r"^(checked and fine|not judged|please be aware that excessive)", re.IGNORECASE)
+_IGNORED = re.compile(r"^(checked and fine|not judged|please be aware that excessive)", re.IGNORECASE)
 #: A figure, but no line number.
 _FIGURE = re.compile(r"(?<!\.py:)\b\d[\d.,]*")
 
@@ -148,7 +148,9 @@ def judge(tool: Tool, name: str, said: Mapping[str, Any], healthy: Mapping[str, 
         return Verdict("alarm" if alarms else "none", tuple(alarms))
     usual = {_FIGURE.sub("#", line) for line in sentences(healthy["text"])}
     lines = [
-        line for line in sentences(said["text"]) if _FIGURE.sub("#", line) not in usual and not _NOTHING_SAID.search(line)
+        line
+        for line in sentences(said["text"])
+        if _FIGURE.sub("#", line) not in usual and not _IGNORED.search(line)
     ]
     if named := [line for line in lines if all(_has(pattern, line) for pattern in fault.names)]:
         return Verdict("✓", tuple(named))

@@ -29,7 +29,7 @@ TRAINING_SECONDS = 25.0
 #: A tool that does not start the training on a busy machine is tried again.
 _ATTEMPTS = 3
 #: A training that lasts longer gets Ctrl-C, as from a user, and is killed if it does not end.
-PATIENCE_SECONDS, LAST_SECONDS = 70.0, 30.0
+PATIENCE_SECONDS, LAST_SECONDS = 70.0, 60.0
 
 
 def check() -> str | None:
