@@ -40,6 +40,10 @@ runs after {patience} s gets Ctrl-C.
 The rule is the same for all tools, ours too (`benchmarks/sight/rules.py`). Sentences that a tool says of the
 healthy training as well do not count. The recorders of system metrics take a sample each second here instead of one
 in 10 or 15 s. Other tools have other purposes: trackers keep metrics, memray and the profilers answer questions.
+
+Others say more in places. memray names the function that holds the memory, Tidegauge only with `--investigate`.
+py-spy shows the stacks at once, Tidegauge after 30 s without a batch. torch.profiler's table names the operation
+that takes the memory.
 """
 
 
@@ -49,7 +53,8 @@ def page(runs: Runs, *, seconds: float, patience: float) -> Iterator[str]:
     yield _INTRODUCTION.format(seconds=f"{seconds:.0f}", patience=f"{patience:.0f}")
     yield (
         f"{datetime.datetime.now(datetime.UTC):%-d %B %Y}, {os.cpu_count()} cores, {platform.system()} "
-        f"{platform.machine()}, no GPU, Python {platform.python_version()}, torch {version('torch')}.\n"
+        f"{platform.machine()}, no GPU, Python {platform.python_version()}, torch {version('torch')}. "
+        f"{_load(runs)}\n"
     )
     verdicts = {
         (fault, tool.name): judge(tool, fault, runs[fault][tool.name], runs["healthy"][tool.name])
@@ -65,14 +70,21 @@ def page(runs: Runs, *, seconds: float, patience: float) -> Iterator[str]:
         yield from _row(title, FAULTS[fault].rule, *(_strong(mark) for mark in marks))
     for title, reason in NOT_RUN.items():
         yield from _row(title, f"not run: {reason}", *("" for _ in tools))
-    yield "\nFor the healthy training the table says whether the tool raises an alarm: warning or critical.\n"
+    yield "\nFor the healthy training the table says whether the tool raises an alarm: warning or critical."
+    yield "An empty cell: not run.\n"
     yield from _how(tools)
     for fault in runs:
-        yield f"\n## {fault}\n\n{FAULTS[fault].title.capitalize()}. A sentence must say: {FAULTS[fault].rule}.\n"
+        yield f"\n## {fault}\n\nFault: {FAULTS[fault].title}. A sentence must say: {FAULTS[fault].rule}.\n"
         for tool in tools:
             if (fault, tool.name) in verdicts:
                 verdict = verdicts[fault, tool.name]
                 yield from _quotation(tool, verdict, runs[fault][tool.name])
+
+
+def _load(runs: Runs) -> str:
+    """Return a sentence on the other work of the machine."""
+    loads = [said["load"] for tools in runs.values() for said in tools.values() if "load" in said]
+    return f"Load average meanwhile, with other work: {min(loads):.0f} to {max(loads):.0f}." if loads else ""
 
 
 def _row(*cells: str) -> Iterator[str]:

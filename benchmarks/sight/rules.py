@@ -185,8 +185,12 @@ def shown_curves(fault: Fault, series: Mapping[str, Any], healthy: Mapping[str, 
             if values[0] - before >= _MORE_IN_ROW:
                 found.append(f"{name}: {values[0]:.0f}, healthy: {before:.0f}")
         elif len(values) >= 8 and _rise(values) > max(_LEAST_RISE, _TIMES_HEALTHY * abs(_rise(usual))):
-            found.append(f"{name}: {values[len(values) // 4]:,.6g} → {values[-1]:,.6g}")
+            found.append(f"{name}: {_figure(values[len(values) // 4])} → {_figure(values[-1])}")
     return found
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _rise(values: Sequence[float]) -> float:

@@ -59,6 +59,9 @@ def said(tool: Tool, fault: str, keep: Path) -> dict[str, Any]:
 def _run(tool: Tool, fault: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, and its children
     environ = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "HOME": str(folder),
@@ -93,7 +96,7 @@ def _run(tool: Tool, fault: str, folder: Path) -> None:
             _dump(process, folder)
         _wait(process, PATIENCE_SECONDS - (time.monotonic() - begun))
         seconds = time.monotonic() - begun
-    status = {"status": process.returncode, "seconds": seconds, "cut_off": seconds > PATIENCE_SECONDS}
+    status = {"status": process.returncode, "seconds": seconds, "load": os.getloadavg()[1]}
     (folder / "status.json").write_text(json.dumps(status))
 
 
