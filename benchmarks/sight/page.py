@@ -17,7 +17,7 @@ from benchmarks.sight.rules import FAULTS, NOT_RUN, Verdict, judge, sentences
 from benchmarks.sight.tools import TOOLS, Tool
 
 #: Most lines of a quotation, and characters of a line.
-_LINES, _WIDTH = 4, 200
+_LINES, _WIDTH = 4, 240
 #: Lines with a tool's verdict, quoted where nothing else decides.
 _VERDICT = re.compile(r"^(verdict|why):|^. (info|warning|critical)\b|finding|attention|no warnings", re.IGNORECASE)
 #: Text of each run: fault -> tool -> what it said.
@@ -84,7 +84,10 @@ def page(runs: Runs, *, seconds: float, patience: float) -> Iterator[str]:
 def _load(runs: Runs) -> str:
     """Return a sentence on the other work of the machine."""
     loads = [said["load"] for tools in runs.values() for said in tools.values() if "load" in said]
-    return f"Load average meanwhile, with other work: {min(loads):.0f} to {max(loads):.0f}." if loads else ""
+    if not loads:
+        return ""
+    count = sum(map(len, runs.values()))
+    return f"Load average, with other work: {min(loads):.0f} to {max(loads):.0f} ({len(loads)} of {count} runs)."
 
 
 def _row(*cells: str) -> Iterator[str]:

@@ -107,7 +107,7 @@ FAULTS = {
         "slow collate function",
         "the collate function takes the time",
         (r"collat", r"take|slow|bound|time"),
-        shows=rf"{_WAITS}|collate \(program",
+        shows=rf"{_WAITS}|collate \(.*program\.py",
         curve=_LOADER_ROW,
     ),
     "oom-kill": Fault(
@@ -121,7 +121,7 @@ FAULTS = {
         "hang: a worker waits for a lock",
         "the training stands still, because of a worker",
         (r"hang|stands? still|deadlock|stuck|no progress", r"worker"),
-        shows=r"__getitem__ \(program|hang|stands? still|no progress|stall",
+        shows=r"__getitem__ \(.*program\.py|hang|stands? still|no progress|stall",
         ends=True,
     ),
 }

@@ -52,11 +52,18 @@ class Tool:
     shows: str = "hint"
 
 
-_TRACEML = "`traceml run train.py`; its final summary"
+_TRACEML = "`traceml run train.py`"
 _TOOLS = (
     Tool("tidegauge", "Tidegauge", "", "`tidegauge run -- python train.py`; its card", by_tidegauge),
-    Tool("traceml", "TraceML", "traceml", f"{_TRACEML}, `init()`, `with trace_step(model)`", by_traceml, "traceml"),
-    Tool("traceml-unedited", "TraceML, no edit", "traceml", _TRACEML, by_traceml),
+    Tool(
+        "traceml",
+        "TraceML",
+        "traceml",
+        f"{_TRACEML}, `init()`, `with trace_step(model)`; its summary",
+        by_traceml,
+        "traceml",
+    ),
+    Tool("traceml-unedited", "TraceML, no edit", "traceml", f"{_TRACEML}; its summary", by_traceml),
     Tool(
         "stormlog", "Stormlog", "stormlog", "`CPUMemoryTracker`, `gpumemprof analyze`", plain, "stormlog", "curve"
     ),
