@@ -87,7 +87,7 @@ def _load(runs: Runs) -> str:
     if not loads:
         return ""
     count = sum(map(len, runs.values()))
-    return f"Load average, with other work: {min(loads):.0f} to {max(loads):.0f} ({len(loads)} of {count} runs)."
+    return f"Load average, with other work: {min(loads):.0f} to {max(loads):.0f} (recorded in {len(loads)} of {count})."
 
 
 def _row(*cells: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ _LEAST_RISE = 0.02
 #: It must be as many times that of the healthy training.
 _TIMES_HEALTHY = 3.0
 #: A row shows one if it has as much more than in the healthy training, in MiB or in % of the time.
-_MORE_IN_ROW = 20.0
+_MORE_IN_ROW = 15.0
 #: Other work may keep the machine's cores busy meanwhile: to warn of that is right.
 _ALARM = re.compile(r"^(?!.*(HIGH CPU|capability)).*\b(warning|critical)\b", re.IGNORECASE)
 #: Things that a tool has looked at and found nothing wrong with, and a warning of PyTorch itself.
