@@ -86,8 +86,8 @@ def _load(runs: Runs) -> str:
     loads = [said["load"] for tools in runs.values() for said in tools.values() if "load" in said]
     if not loads:
         return ""
-    count = sum(map(len, runs.values()))
-    return f"Load average, with other work: {min(loads):.0f} to {max(loads):.0f} (recorded in {len(loads)} of {count})."
+    count = f"recorded in {len(loads)} of {sum(map(len, runs.values()))} runs"
+    return f"Load average, with other work: {min(loads):.0f} to {max(loads):.0f} ({count})."
 
 
 def _row(*cells: str) -> Iterator[str]:
