@@ -24,11 +24,8 @@ import os
 import random
 import statistics
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,25 +35,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.environments import REPOSITORY, python_of
 from benchmarks.overhead import BATCH_SIZE, Rows, durations
 from training_harness import attach, detach, layout
 from training_harness.jobs.common import ensure_data
 from training_harness.jobs.images import Photographs, prepare_worker, small_cnn
 from training_harness.jobs.photographs import ensure_photographs
 
-CACHE = Path(__file__).resolve().parent / ".peers"
-REPOSITORY = CACHE.parent.parent
-#: tool -> what pip installs.
-PACKAGES = {
-    "traceml": "traceml-ai==0.5.0",
-    "trackio": "trackio==0.43.0",
-    "tensorboard": "tensorboard==2.21.0",
-    "wandb": "wandb==0.31.0",
-    "aim": "aim==3.29.1",
-    "mlflow": "mlflow==3.17.1",
-}
 TIMEOUT_SECONDS = 600
-TOOLS = ("tidegauge", *PACKAGES)
+TOOLS = ("tidegauge", "traceml", "trackio", "tensorboard", "wandb", "aim", "mlflow")
 Work = Callable[[Any], float]
 Step = Callable[[Work, Any], None]
 Block = Callable[[Step | None], list[int]]
@@ -193,20 +180,6 @@ def measure(tool: str, options: argparse.Namespace) -> None:
         bare_ns, with_tool_ns = ([pair[at][-1] - pair[at][0] for pair in images] for at in (0, 1))
         percent = [100 * (after / before - 1) for before, after in zip(bare_ns, with_tool_ns, strict=True)]
         options.result.write_text(json.dumps(found | {"images_percent": statistics.quantiles(percent, n=4)}))
-
-
-def python_of(tool: str) -> Path:
-    """The interpreter of a tool's environment, which is made if there is none."""
-    if tool == "tidegauge":
-        return Path(sys.executable)
-    folder, python = CACHE / tool, CACHE / tool / "bin" / "python"
-    if not (folder / "complete").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-        (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", PACKAGES[tool]], check=True, capture_output=True)
-        (folder / "complete").touch()
-    return python
 
 
 def run_tool(tool: str, options: argparse.Namespace) -> dict[str, Any]:

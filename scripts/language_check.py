@@ -51,6 +51,7 @@ def main(paths: list[str]) -> int:
         file
         for path in paths or PACKAGES
         for file in ([Path(path)] if path.endswith(".py") else Path(path).rglob("*.py"))
+        if not any(part.startswith(".") for part in file.parts)  # environments of other tools
     ]
     complaints = [complaint for file in sorted(files) for complaint in check(file)]
     print("\n".join(complaints) or "All wording checks passed!")

@@ -1,0 +1,49 @@
+"""Show what each tool says of the same trainings with one planted fault each, as a page in Markdown.
+
+    python -m benchmarks.sight [--tools TOOL ...] [--faults FAULT ...] [--keep DIR] > docs/sight.md
+
+Every tool has an environment of its own (benchmarks/environments.py). With `--keep`, runs that are there are only
+judged again. It needs root: each run has a /dev/shm of its own, and one has a memory limit. Curves of the whole
+host show other programs too, so nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.sight import runs
+from benchmarks.sight.page import page
+from benchmarks.sight.rules import FAULTS
+from benchmarks.sight.tools import TOOLS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tools", nargs="+", choices=TOOLS, default=[*TOOLS], metavar="TOOL", help=", ".join(TOOLS)
+    )
+    parser.add_argument(
+        "--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT", help=", ".join(FAULTS)
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
+    options = parser.parse_args()
+    if lacking := runs.check():
+        parser.error(lacking)
+    faults = [name for name in FAULTS if name == "healthy" or name in options.faults]
+    with contextlib.ExitStack() as stack:
+        keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sight-")))
+        found: dict[str, dict[str, dict[str, object]]] = {}
+        for fault in faults:
+            for name in options.tools:
+                print(f"{fault}, {name}", file=sys.stderr, flush=True)
+                found.setdefault(fault, {})[name] = runs.said(TOOLS[name], fault, keep.resolve())
+        lines = page(found, seconds=runs.TRAINING_SECONDS, patience=runs.PATIENCE_SECONDS)
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
