@@ -187,7 +187,7 @@ def test_training_and_validation_loaders_are_two_loops(setting):
 def test_data_wait_is_a_share_of_steps_or_else_of_the_loop():
     script = simulate(workers=0, prefetch=0, service=jittered(0.03), consumer=jittered(0.01), batches=100)
     for part in script.parts["step"]:
-        part["data_wait_ns"], part["duration_ns"] = 1e6, 4e6
+        part["data_wait_ns"], part["duration_ns"] = 25e6, 100e6
     assert diagnose(script.tables()).summary["data_wait_ratio"] == pytest.approx(0.25)
     script.parts["step"][0].loc[0, "data_wait_ns"] = np.nan  # before the first DataLoader, nothing was waited for
     steps = sum(len(part) for part in script.parts["step"])

@@ -265,7 +265,7 @@ def test_unknown_values_are_a_dash_not_zero():
     text = card(verdict(summary=unknown, duration_seconds=None))
     assert "finished, exit status 0 · — · 1,200 steps" in text
     assert "speed      —" in text
-    assert "data wait  —  " in text
+    assert "data wait  — not recorded" in text
     assert "— host memory" in text
     assert "0 B" not in text
 
