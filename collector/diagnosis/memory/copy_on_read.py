@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders, worker_slots
+from collector.diagnosis.loading.steady_state import fetch_ns
 from collector.diagnosis.memory import resources
 from collector.diagnosis.run.columns import (
     MIB,
@@ -177,7 +178,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
         resident_bytes=float(resident[-1] - at_fork),
         inherited_bytes=min(inherited, at_fork) if math.isfinite(inherited) else at_fork,
         late_bytes=max(late, min(total, _late_faults(fetches) * _PAGE_BYTES - heap_growth)),
-        burst_bytes=min(float(np.diff(unmatched).max(initial=0.0)), _most_faults(fetches) * _PAGE_BYTES),
+        burst_bytes=_burst_bytes(unmatched, times, fetches),
         begin_ns=float(times[0]),
         end_ns=float(times[-1]),
         n=len(private),
@@ -208,10 +209,23 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
     return without
 
 
-def _most_faults(fetches: pd.DataFrame) -> float:
-    """Return the minor faults of the batch after the warm-up with the most, beyond those of any other."""
-    faults = np.sort(_warm_faults(fetches))
-    return float(faults[-1] - faults[-2]) if len(faults) > 1 else 0.0
+def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> float:
+    """Return the copies that one batch after the warm-up may have made: at most its faults beyond any other's.
+
+    They show as the largest rise between two samples, or as that over the time of the batch with the most faults,
+    since a garbage collection may take longer than the time between two samples.
+    """
+    warm = fetches.sort_values("time_ns")[_WARM_UP_BATCHES:]
+    warm = warm[np.isfinite(floats(warm, "minor_fault_count"))]
+    if len(warm) < 2:
+        return 0.0
+    *_, second, most = np.sort(floats(warm, "minor_fault_count"))
+    fullest = warm.iloc[[int(np.argmax(floats(warm, "minor_fault_count")))]]
+    end_ns, took_ns = float(fullest["time_ns"].iloc[0]), float(fetch_ns(fullest)[0])
+    before = max(int(np.searchsorted(times, end_ns - took_ns, side="right")) - 1, 0)
+    after = min(int(np.searchsorted(times, end_ns)), len(times) - 1)
+    rise = max(float(np.diff(unmatched).max(initial=0.0)), float(unmatched[after] - unmatched[before]))
+    return min(rise, float(most - second) * _PAGE_BYTES)
 
 
 def _late_faults(fetches: pd.DataFrame) -> float:

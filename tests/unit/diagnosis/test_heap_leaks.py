@@ -276,6 +276,20 @@ def test_pages_touched_by_one_garbage_collection_are_no_growth(seconds, expected
     assert kinds(script) == expected
 
 
+def test_one_garbage_collection_that_takes_longer_than_a_sample_is_no_growth():
+    script = memory(training(), workers_private=120.0 * np.clip((SECONDS - SECONDS[30]) / 3, 0, 1))
+    begun, ended = (SECONDS[at] * 1e9 for at in (30, 33))
+    fetches = [
+        part[~part["time_ns"].between(begun, ended)].reset_index(drop=True) for part in script.parts["fetch"]
+    ]
+    for part in fetches:
+        collecting = int(np.argmax(part["time_ns"] > ended))
+        part["minor_fault_count"] = 0.0
+        part.loc[collecting, ["minor_fault_count", "getitem_ns"]] = [120 * MIB // 4096, 4e9]
+    script.parts["fetch"] = fetches
+    assert kinds(script) == []
+
+
 @pytest.mark.parametrize(("faults_ratio", "expected"), [(0.0, []), (1.0, ["copy-on-read-growth"])])
 def test_pages_that_become_private_without_a_fault_of_the_worker_are_no_copies(faults_ratio, expected):
     """A garbage collection of the parent writes the pages that it shares: the worker has the old ones alone."""
