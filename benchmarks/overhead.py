@@ -3,7 +3,7 @@
     python -m benchmarks.overhead [--blocks 200] [--steps 100] [--image-pairs 300]
 
 Short blocks of steps run bare and attached, in one process and in random order within each pair, so both meet the
-same machine. The budget is 20 µs for the training thread and 20 µs for a worker, per step with one batch. With
+same machine. The budget is 10 µs for the training thread and 5 µs for a worker, per step with one batch. With
 `num_workers=0` the training thread plays the worker too. The columns are:
 
 - The fastest tenth is that of all steps of all blocks. It is the steadiest figure where cores change their speed
