@@ -230,6 +230,8 @@ def test_card_without_a_dataloader_shows_time_outside_the_step():
     assert "data wait — no DataLoader seen" in text
     assert "workers — no DataLoader seen" in text
     assert "62% of step time outside forward, backward and optimizer: 45 ms per step, 96% of it computing" in text
+    assert "Nothing needs attention" not in text
+    assert "Most of the time passes outside the step" in text
 
 
 @pytest.mark.parametrize(
