@@ -111,7 +111,7 @@ def write_fetch(worker: Writers, number: int, step: int, end: int, fetch_ms: flo
         run_queue_ns=int(getitem * 0.1),
         blocked_ns=int(getitem * 0.2) + collate,
         major_fault_count=0,
-        minor_fault_count=0,
+        minor_fault_count=max(0, copied_bytes(script, step) - copied_bytes(script, step - script.workers)) // 4096,
         read_bytes=24 * MIB,
         samples_count=64,
     )
@@ -130,6 +130,12 @@ def write_fetch(worker: Writers, number: int, step: int, end: int, fetch_ms: flo
         )
 
 
+def copied_bytes(script: Script, step: int) -> int:
+    """Return the bytes that a worker has copied of its parent by this step."""
+    age = step % script.restart_every if script.restart_every else max(0, step)
+    return int(script.copied_bytes * (1 - math.exp(-age / 200)))
+
+
 def write_sample(agent: Writers, main: Identity, script: Script, step: int, now: int) -> None:
     # numbers that wander a little, as real ones do
     noise = (step * 2654435761 % 1000 - 500) * 4096
@@ -140,8 +146,7 @@ def write_sample(agent: Writers, main: Identity, script: Script, step: int, now:
     for worker in range(script.workers):
         generation = step // script.restart_every if script.restart_every else 0
         age = step % script.restart_every if script.restart_every else step
-        copied = int(script.copied_bytes * (1 - math.exp(-age / 200)))
-        dirty = 120 * MIB + noise // 4 + worker * 8 * MIB + copied
+        dirty = 120 * MIB + noise // 4 + worker * 8 * MIB + copied_bytes(script, step)
         who = worker_id(main.host, worker, generation)
         if generation and age * script.step_ms < 500:
             write_process_end(agent, now, worker_id(main.host, worker, generation - 1), worker)

@@ -56,8 +56,7 @@ def test_the_child_process_that_is_waited_for():
     with subprocess.Popen([sys.executable, "-c", IN_WAIT], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         try:
-            shown = wait_for(lambda: wait_target("/proc", parent.pid, parent.pid), "a child")
-            assert shown == f"cat, pid {pid}"
+            wait_for(lambda: wait_target("/proc", parent.pid, parent.pid) == f"cat, pid {pid}", "the child, cat")
         finally:
             os.kill(pid, 9)
 
