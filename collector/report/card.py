@@ -34,7 +34,7 @@ _LAST_PROCESSES = 5
 #: Unit of a step, if it is no optimizer step -> its plural.
 _STEPS = {"forward pass": "forward passes", "batch": "batches, no optimizer"}
 #: Share of step time outside the step from which a run is not called healthy.
-_MOST = 0.5
+_MAINLY_OUTSIDE_RATIO = 0.5
 _STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
 
 
@@ -206,7 +206,7 @@ def calm_words(verdict: Verdict) -> str:
     if next(_stall(verdict), None) is not None:
         return "No warnings. The line `stall` shows what the run waited for."
     outside = verdict.summary["outside_step"]
-    if outside is not None and outside["ratio"] > _MOST:
+    if outside is not None and outside["ratio"] > _MAINLY_OUTSIDE_RATIO:
         return "No warnings. Most of the time passes outside the step: see the line `outside`."
     if not all(finding.is_healthy for finding in verdict.findings):
         return "No warnings. The findings below are information."

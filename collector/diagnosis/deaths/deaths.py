@@ -25,18 +25,20 @@ from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle
 from collector.diagnosis.run.processes import fact, last_memory, last_step, rank_of, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus
+from collector.stacks import Frame
 from collector.store import ProcessKey
 from collector.units import plain_text
 
 #: Parts of an exception that a worker passed on (torch/_utils.py, ExceptionWrapper): its mark, a traceback line.
 _FROM_WORKER = "in DataLoader worker process"
-#: Files that are not the user's: installed ones, and the hooks where they are not installed.
-_INSTALLED = re.compile(r"/site-packages/|/training_harness/hooks/")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
-#: Signals that programs handle to save their state and end.
-_HANDLED_SIGNALS = (SIGHUP, SIGUSR1, SIGUSR2, SIGTERM)
+#: Signals that programs handle to save their state and end -> the end of such a program.
+_EXITS: dict[int, catalogue.Death] = {
+    **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
+    SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
+}
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
 
 
@@ -161,8 +163,9 @@ def _at(event: Mapping[str, Any]) -> str:
     """Return the line at which an exception was raised, in the worker if there: ` at train.py:37, in main`."""
     site = event.get("site")
     if _FROM_WORKER in str(event.get("message")):
-        frames = [frame for frame in _FRAME.findall(str(event["message"])) if not _INSTALLED.search(frame[0])]
-        site = "{}:{}, in {}".format(*frames[-1]) if frames else site
+        quoted = (Frame(call, path, int(line)) for path, line, call in _FRAME.findall(str(event["message"])))
+        frames = [frame for frame in quoted if frame.is_own]
+        site = f"{frames[-1].path}:{frames[-1].line}, in {frames[-1].function}" if frames else site
     return f" at {os.path.basename(str(site))}" if site else ""
 
 
@@ -174,13 +177,9 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
         fact("exit_status", code, "of the command"),
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
-    signal, death = code - _SIGNAL_STATUS, catalogue.FAILED_EXIT
-    if signal == SIGINT:
-        death = catalogue.EXIT_AFTER_INTERRUPT
-    elif signal in _HANDLED_SIGNALS:
-        death = catalogue.EXIT_AFTER_SIGNAL
+    signal = code - _SIGNAL_STATUS
     return [
-        death.finding(
+        _EXITS.get(signal, catalogue.FAILED_EXIT).finding(
             locus=Locus(host=key[0], role="main", pid=key[1]),
             since_step=last_step(tables, key),
             evidence=evidence,

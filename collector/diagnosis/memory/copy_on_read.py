@@ -162,6 +162,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
     is_read = np.isfinite(private) & np.isfinite(resident)
     if not is_read.any() or len(fetches) < _MIN_BATCHES:
         return None
+    fetches = fetches.sort_values("time_ns")
     inherited, released = _parent_bytes(parent, times[0]), _released_bytes(parent, times)[is_read]
     at_fork = float(finite(resident)[0])
     heap_growth = float(np.nanmax(resident)) - at_fork
@@ -170,7 +171,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
     missing = min(inherited, at_fork) - (resident - uss)
     estimates = [one - np.maximum(released, _unfaulted_bytes(one, times, fetches)) for one in (unmatched, missing)]
     total = float(np.nanmax([np.zeros(len(times)), *estimates]))
-    warm_ns = np.sort(floats(fetches, "time_ns"))[_WARM_UP_BATCHES]
+    warm_ns = floats(fetches, "time_ns")[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
     late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0
     return _Copies(
@@ -192,7 +193,6 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
     garbage collection does, the worker has the old ones alone. The faults that a batch takes anyway, those that no
     rise explains, are no copies. Faults are counted up to the end of a later fetch, and unknown after the last one.
     """
-    fetches = fetches.sort_values("time_ns")
     counts = floats(fetches, "minor_fault_count")
     ends, counts = floats(fetches, "time_ns")[np.isfinite(counts)], finite(counts)
     if not len(counts):
@@ -215,13 +215,12 @@ def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> flo
     They show as the largest rise between two samples, or as that over the time of the batch with the most faults,
     since a garbage collection may take longer than the time between two samples.
     """
-    warm = fetches.sort_values("time_ns")[_WARM_UP_BATCHES:]
-    warm = warm[np.isfinite(floats(warm, "minor_fault_count"))]
+    warm = _warm(fetches)
     if len(warm) < 2:
         return 0.0
-    *_, second, most = np.sort(floats(warm, "minor_fault_count"))
-    fullest = warm.iloc[[int(np.argmax(floats(warm, "minor_fault_count")))]]
-    end_ns, took_ns = float(fullest["time_ns"].iloc[0]), float(fetch_ns(fullest)[0])
+    faults = floats(warm, "minor_fault_count")
+    fullest, (second, most) = int(np.argmax(faults)), np.sort(faults)[-2:]
+    end_ns, took_ns = floats(warm, "time_ns")[fullest], fetch_ns(warm)[fullest]
     before = max(int(np.searchsorted(times, end_ns - took_ns, side="right")) - 1, 0)
     after = min(int(np.searchsorted(times, end_ns)), len(times) - 1)
     rise = max(float(np.diff(unmatched).max(initial=0.0)), float(unmatched[after] - unmatched[before]))
@@ -234,7 +233,7 @@ def _late_faults(fetches: pd.DataFrame) -> float:
     The pages of the worker's own growth are among them. Three standard errors are subtracted, since a loader that
     allocates has many faults that vary.
     """
-    faults = _warm_faults(fetches)
+    faults = floats(_warm(fetches), "minor_fault_count")
     last_quarter = faults[-(len(faults) // 4) :]
     if len(last_quarter) < 3:
         return 0.0
@@ -242,9 +241,9 @@ def _late_faults(fetches: pd.DataFrame) -> float:
     return max(0.0, float(excess))
 
 
-def _warm_faults(fetches: pd.DataFrame) -> Floats:
-    """Return the minor faults of each batch after the warm-up, in order."""
-    return finite(floats(fetches.sort_values("time_ns"), "minor_fault_count"))[_WARM_UP_BATCHES:]
+def _warm(fetches: pd.DataFrame) -> pd.DataFrame:
+    """Return the batches after the warm-up of those whose minor faults were counted."""
+    return fetches[np.isfinite(floats(fetches, "minor_fault_count"))][_WARM_UP_BATCHES:]
 
 
 def _judge(

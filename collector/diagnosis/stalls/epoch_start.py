@@ -26,6 +26,11 @@ from collector.units import count, duration, percent
 _HOUR_SECONDS = 3600.0
 #: Least share of a refill that the first batch must cause, beyond the time of any other, to be its cause.
 _MAIN_CAUSE = 0.5
+_LONGER_ITERABLE = "the iterable dataset yield its samples several times"
+_LONGER_SAMPLER = (
+    "one pass of the sampler cover the dataset several times, as RandomSampler(dataset, replacement=True, "
+    "num_samples=k * len(dataset)) does"
+)
 #: Newest epochs that are measured; earlier ones are assumed to cost the same.
 RECENT_EPOCHS = 1000
 
@@ -256,14 +261,8 @@ def epoch_refill(starts: EpochStarts) -> Finding:
     usual, first = float(np.median(fetch_ns(starts.loop.fetches))) / SECOND_NS, starts.mean("first_fetch")
     is_iterable = loader_setting(starts.tables, starts.loop).get("iterable")
     is_of_dataset = is_iterable and first - usual >= _MAIN_CAUSE * starts.mean("refill")
-    cover = "let one pass of the sampler cover the dataset several times, as RandomSampler(dataset, "
     longer = Advice(
-        text="Make epochs longer: "
-        + (
-            "let the iterable dataset yield its samples several times"
-            if is_iterable
-            else f"{cover}replacement=True, num_samples=k * len(dataset)) does"
-        ),
+        text=f"Make epochs longer: let {_LONGER_ITERABLE if is_iterable else _LONGER_SAMPLER}",
         expected=f"about {refill} less for each epoch that is saved",
         effect="changes results",
     )
