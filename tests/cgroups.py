@@ -13,6 +13,13 @@ import pytest
 _ROOT = Path("/sys/fs/cgroup/memory")
 
 
+def lacking() -> str | None:
+    """Return the things this machine lacks for memory cgroups and mounts of a run's own, None if it has all."""
+    if os.geteuid() != 0 or not (_ROOT / "memory.limit_in_bytes").exists():
+        return f"a cgroup v1 below {_ROOT} and a mount namespace are needed: run it as root where there are"
+    return None
+
+
 @contextlib.contextmanager
 def memory_cgroup(name: str, limit_mib: int) -> Iterator[Path]:
     """Make a memory cgroup without swap for the block.

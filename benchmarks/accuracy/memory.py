@@ -35,12 +35,13 @@ from benchmarks.accuracy.memory_replay import (
     until,
     warnings,
 )
-from benchmarks.accuracy.memory_runs import check, kept, run_all
+from benchmarks.accuracy.memory_runs import kept, run_all
 from benchmarks.accuracy.memory_synthetic import table
 from collector.diagnosis.run.columns import SECOND_NS
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.verdict import diagnose
 from collector.findings import KINDS, Finding
+from tests.cgroups import lacking
 
 _HEAD = """# Are the verdicts on memory right?
 
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("/tmp/tidegauge-accuracy"))
     parser.add_argument("--side-by-side", type=int, default=6, metavar="N", help="trainings at a time")
     options = parser.parse_args()
-    if lack := check():
+    if lack := lacking():
         sys.exit(lack)
     chosen = [
         case

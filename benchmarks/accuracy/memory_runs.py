@@ -27,13 +27,6 @@ sys.exit(run_command(sys.argv[2:], home=Path(sys.argv[1])).exit_status)
 """
 
 
-def check() -> str | None:
-    """Return the things this machine lacks for the benchmark, None if it has all."""
-    if os.geteuid() != 0 or not (_CGROUPS / "memory.limit_in_bytes").exists():
-        return f"a cgroup v1 below {_CGROUPS} and a mount namespace are needed: run it as root where there are"
-    return None
-
-
 def run_all(cases: Sequence[Case], keep: Path, *, side_by_side: int, deadline: float) -> None:
     """Run those that are not kept yet, as long as there is time (time.monotonic)."""
     waiting = [case for case in cases if not _done(keep, case).exists()]

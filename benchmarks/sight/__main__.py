@@ -19,6 +19,7 @@ from benchmarks.sight import runs
 from benchmarks.sight.page import page
 from benchmarks.sight.rules import FAULTS
 from benchmarks.sight.tools import TOOLS
+from tests.cgroups import lacking
 
 
 def main() -> None:
@@ -31,8 +32,8 @@ def main() -> None:
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
     options = parser.parse_args()
-    if lacking := runs.check():
-        parser.error(lacking)
+    if lack := lacking():
+        parser.error(lack)
     faults = [name for name in FAULTS if name == "healthy" or name in options.faults]
     with contextlib.ExitStack() as stack:
         keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sight-")))

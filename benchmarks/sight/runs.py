@@ -17,26 +17,20 @@ from typing import Any
 
 from benchmarks.environments import REPOSITORY, python_of
 from benchmarks.sight.tools import DUMP_SECONDS, Tool
+from tests.cgroups import memory_cgroup
 
-_CGROUPS = Path("/sys/fs/cgroup/memory")
 #: A /dev/shm, a /proc/meminfo and a memory cgroup of its own, then the command.
 _CONFINED = """
 mount -t tmpfs -o size=4g sight /dev/shm && mount --bind meminfo /proc/meminfo && echo $$ > "$0/cgroup.procs" &&
 exec "$@"
 """
-_LIMIT_MIB = 1200
+#: Memory limit of the training that the kernel kills, and of all others.
+_LIMIT_MIB, _AMPLE_MIB = 1200, 1 << 20
 TRAINING_SECONDS = 25.0
 #: A tool that does not start the training on a busy machine is tried again.
 _ATTEMPTS = 3
 #: A training that lasts longer gets Ctrl-C, as from a user, and is killed if it does not end.
 PATIENCE_SECONDS, LAST_SECONDS = 70.0, 60.0
-
-
-def check() -> str | None:
-    """Return the things this machine lacks, None if it has all."""
-    if os.geteuid() != 0 or not (_CGROUPS / "memory.limit_in_bytes").exists():
-        return f"a cgroup v1 below {_CGROUPS} and a mount namespace are needed: run it as root where there are"
-    return None
 
 
 def said(tool: Tool, fault: str, keep: Path) -> dict[str, Any]:
@@ -75,7 +69,7 @@ def _run(tool: Tool, fault: str, folder: Path) -> None:
     program = str(REPOSITORY / "benchmarks" / "sight" / "program.py")
     command = tool.command(python_of(tool.environment), program, folder)
     with (
-        _cgroup(fault == "oom-kill") as group,
+        _cgroup(_LIMIT_MIB if fault == "oom-kill" else _AMPLE_MIB) as group,
         _own_meminfo(group, folder),
         (folder / "output").open("wb") as output,
     ):
@@ -122,24 +116,15 @@ def _dump(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _cgroup(is_limited: bool) -> Iterator[Path]:
+def _cgroup(limit_mib: int) -> Iterator[Path]:
     """A memory cgroup for the block; processes that are left in it are killed."""
-    group = _CGROUPS / f"sight-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.swappiness").write_text("0")
-        if is_limited:
-            (group / "memory.limit_in_bytes").write_text(str(_LIMIT_MIB << 20))
-        yield group
-    finally:
-        for _ in range(50):
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
+    with memory_cgroup(f"sight-{os.getpid()}", limit_mib) as group:
+        try:
+            yield group
+        finally:
             for pid in (group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            time.sleep(0.1)
 
 
 @contextlib.contextmanager
