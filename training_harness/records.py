@@ -228,6 +228,7 @@ PROCESS = _stream(
     _TIME,
     Column("process_pid", "i", "id", "pid of the sampled process"),
     Column("process_start_ticks", "q", "ticks", "start time of that process since boot"),
+    Column("parent_pid", "i", "id", "pid of its parent"),
     Column("process_rank", "i", "id", "rank of that process"),
     Column("role", "b", "enum", "0 main, 1 worker, 2 other, 3 collector"),
     _LOADER,

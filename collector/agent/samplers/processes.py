@@ -195,6 +195,7 @@ class ProcessSampler:
     ) -> NamedSample:
         return {
             **_identity(key, self._role_of(key)),
+            "parent_pid": stat.parent_pid,
             **(status._asdict() if status else {}),
             **({**rollup._asdict(), "fd_limit_count": procfs.read_fd_limit(self._proc, key.pid)} if rollup else {}),
             "fd_count": procfs.count_fds(self._proc, key.pid),

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.child_processes import with_living_children
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -69,7 +70,7 @@ def _loops(tables: RunTables) -> list[Loop]:
     batch = lifecycle_of(tables).of_last_attempt(tables.stream("batch"))
     if batch.empty:
         return []
-    fetch = _with_owner(tables)
+    fetch = with_living_children(tables, _with_owner(tables))
     settings = loader_settings(tables)
     found_loops = []
     for _, rows in batch.groupby(["host", "pid", "start_ticks"], sort=True):

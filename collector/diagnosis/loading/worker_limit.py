@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.child_processes import cpu_spent_ns, living_children
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, mean, median, sampled_on
@@ -259,24 +260,23 @@ def cores_used(
     """Return the cores that the processes of the run on a host used in a window, without those of some pids."""
     process = sampled_on(tables, host)
     process = process[~process["process_pid"].isin(without)]
-    times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
-    rows = process[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
-    if rows.empty:
-        return 0.0
-    spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
-    return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)
+    times = floats(process, "time_ns")
+    within = times[np.isfinite(floats(process, "cpu_ns")) & (times >= begin_ns) & (times <= end_ns)]
+    return cpu_spent_ns(process, begin_ns, end_ns) / max(float(np.ptp(within)), 1.0) if len(within) else 0.0
 
 
 def _cores_of_run(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
     """Return the cores that the run used while these fetches were made: its training computes beside its workers.
 
-    Workers count by their own records, since a short-lived one is sampled too seldom.
+    Workers and their children count by the records of the fetches, since a short-lived one is sampled too seldom.
     """
     times, own = floats(rows, "time_ns"), _cores_in_use(rows)
     window = loop.main[0], float(times.min()), float(times.max())
     if not loop.num_workers:
         return float(np.maximum(own, cores_used(tables, *window)))
-    return own + cores_used(tables, *window, without=set(rows["pid"]))
+    pids = {int(pid) for pid in rows["pid"].unique()}
+    children = set[int]().union(*(living_children(tables, loop.main[0], pid) for pid in pids))
+    return own + cores_used(tables, *window, without=pids | children)
 
 
 def _cores_in_use(rows: pd.DataFrame) -> float:

@@ -31,7 +31,7 @@ _LESS_WAITING = {
     "network": "Request more at once, keep connections open, or read from nearer: a local copy, a cache",
     "lock": "Hold the lock for a shorter time, or give each worker a file, connection or cache of its own",
     "sleep": "Find what sleeps in the fetch (time.sleep, a rate limit, a retry with a pause) and shorten it",
-    "child": "Start fewer child processes: one that stays and serves many samples, or a library call instead",
+    "child": "Leave less to child processes: start fewer, let each serve many samples, or call a library instead",
     "service": "Request more at once, and keep connections or child processes open between samples",
 }
 #: Effect of more workers where all may wait for one thing, by what a worker waits for.

@@ -107,10 +107,13 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
         trace = _without_queueing(dataclasses.replace(trace, cores=cores), setting, costs.wall)
     cores, slowdowns = _cores(trace, setting, cores, costs.slowdown)
     trace = dataclasses.replace(trace, cores=cores)
-    # Children that compute wait for cores, which also makes the fetches alike.
-    in_children = worker_limit(tables, loop).children_ratio >= _BLOCKED_RATIO
-    sharing = None if in_children else _sharing(loop, dispatched, costs.blocked)
-    alternative = _shared_trace(trace, sharing, setting, rate)
+    # Children that outlive a fetch may serve all workers, as a pool does. Others compute for one fetch, and wait
+    # for cores, which also makes the fetches alike.
+    served = costs.children if loop.fetches["children_outlive"].any() else np.zeros_like(costs.children)
+    in_children = worker_limit(tables, loop).children_ratio >= _BLOCKED_RATIO and not served.any()
+    sharing = None if in_children else _sharing(loop, dispatched, costs.blocked + served)
+    waiting = dataclasses.replace(trace, cpu=trace.cpu - served, blocked=trace.blocked + served)
+    alternative = _shared_trace(waiting, sharing, setting, rate)
     if alternative is not None and sharing is not None and sharing.is_shared:
         trace, alternative = alternative, trace
     return Calibration(
@@ -204,6 +207,7 @@ class _FetchCosts:
     Attributes:
         wall: time from begin to end.
         cpu: time of computing, in the thread or in a child that the thread waits for.
+        children: the part of `cpu` in children.
         blocked: time of waiting for other things than a core.
         threads: threads that compute at a time while a fetch computes, children included.
         slowdown: times longer that computing took for lack of cores, without the waits of children, which the
@@ -214,6 +218,7 @@ class _FetchCosts:
 
     wall: Floats
     cpu: Floats
+    children: Floats
     blocked: Floats
     threads: float
     slowdown: float
@@ -226,7 +231,8 @@ def _fetch_costs(rows: pd.DataFrame) -> _FetchCosts:
     children = np.nan_to_num(floats(rows, "children_cpu_ns"))
     known = np.isfinite(thread) & np.isfinite(queued)
     if not known.any():
-        return _FetchCosts(wall / SECOND_NS, np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0, False)
+        zeros, seconds = np.zeros_like(wall), wall / SECOND_NS
+        return _FetchCosts(seconds, zeros, zeros, seconds, 1.0, 1.0, False)
     total = float(wall[known].sum())
     thread_share, queued_share = float(thread[known].sum()) / total, float(queued[known].sum()) / total
     children_share = float(children[known].sum()) / total
@@ -234,12 +240,14 @@ def _fetch_costs(rows: pd.DataFrame) -> _FetchCosts:
     queued_share = queued_share if computes else 0.0
     queued = np.where(known & computes, queued, wall * queued_share)
     thread = np.minimum(np.where(known, thread, wall * thread_share), wall)
-    children_inside = np.clip(np.where(known, children, wall * children_share), 0.0, wall - thread - queued)
-    cpu = thread + np.maximum(children_inside, 0.0)
+    children_inside = np.where(known, children, wall * children_share)
+    children_inside = np.maximum(np.minimum(children_inside, wall - thread - queued), 0.0)
+    cpu = thread + children_inside
     spent = float(np.nansum(floats(rows, "process_cpu_ns")) + children.sum())
     return _FetchCosts(
         wall=wall / SECOND_NS,
         cpu=cpu / SECOND_NS,
+        children=children_inside / SECOND_NS,
         blocked=np.maximum(wall - cpu - queued, 0.0) / SECOND_NS,
         threads=max(1.0, spent / max(float(cpu[known].sum()), 1.0)) if computes else 1.0,
         slowdown=1 + float(queued[known].sum()) / max(float(cpu[known].sum()), 1e-9),

@@ -116,6 +116,7 @@ def test_sample_has_every_gauge_of_a_process(proc, sampler):
 
     assert sample == {
         "process_pid": 100,
+        "parent_pid": 50,
         "process_start_ticks": 7,
         "process_rank": None,
         "role": ROLE_OTHER,

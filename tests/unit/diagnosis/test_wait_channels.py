@@ -6,7 +6,7 @@ from simulated_runs import START_SECONDS, jittered, sample_process, simulate
 
 from collector.diagnosis.loading.worker_limit import main_wait
 from collector.diagnosis.stalls.verdict import find_stalls
-from training_harness.records import ROLE_WORKER
+from training_harness.records import ROLE_OTHER, ROLE_WORKER
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,11 @@ def test_main_wait_is_that_of_most_samples(channels, told):
     assert main_wait(channels) == told
 
 
-def slow(channel=None, *, split=(0.02, 0.0, 0.98), children=0.0, cores=64.0, **columns):
-    """The finding about two workers that are always busy, sampled in this kernel function once a second."""
+def slow(channel=None, *, split=(0.02, 0.0, 0.98), children=0.0, living_children=0.0, cores=64.0, **columns):
+    """The finding about two workers that are always busy, sampled in this kernel function once a second.
+
+    Each worker has a child that lives as long as it does, and uses `living_children` cores.
+    """
     script = simulate(
         workers=2,
         prefetch=2,
@@ -48,6 +51,8 @@ def slow(channel=None, *, split=(0.02, 0.0, 0.98), children=0.0, cores=64.0, **c
         still = {"private": np.ones(8), "rss": np.ones(8)}
         channels = [channel] * 8
         sample_process(script, seconds, key, ROLE_WORKER, worker=worker, loader=0, wait_channel=channels, **still)
+        child, spent = ("node", 2000 + worker, 8000 + worker), living_children * 1e9 * np.arange(8.0)
+        sample_process(script, seconds, child, ROLE_OTHER, parent_pid=[key[1]] * 8, cpu_ns=spent, **still)
     (found,) = find_stalls(script.tables())
     return found
 
@@ -63,7 +68,7 @@ def advice(finding):
         ("futex_do_wait", None, "they wait for a lock", "Hold the lock for a shorter time"),
         ("anon_pipe_read", "io", "they read from a pipe", "what fills the pipe"),
         ("folio_wait_bit_common", "io", "they read from storage", "Read less"),
-        ("do_wait", None, "they wait for a child process", "fewer child processes"),
+        ("do_wait", None, "they wait for a child process", "Leave less to child processes"),
     ],
 )
 def test_advice_follows_from_the_kernels_wait_channel(channel, limited_by, because, do):
@@ -98,7 +103,15 @@ def test_fetch_with_computing_children_is_cpu_bound():
     assert found.limited_by == "cpu"
     assert "in child processes" in found.summary
     assert {each.name: each.value for each in found.evidence}["fetch_children_cpu_ratio"] == pytest.approx(0.9)
-    assert "fewer child processes" in advice(found)
+    assert "Leave less to child processes" in advice(found)
+
+
+def test_fetch_that_a_lasting_child_computes_for_is_cpu_bound():
+    found = slow("anon_pipe_read", living_children=0.9)  # a decoder that feeds the worker by a pipe
+    assert found.limited_by == "cpu"
+    assert "in child processes" in found.summary
+    assert {each.name: each.value for each in found.evidence}["fetch_children_cpu_ratio"] >= 0.6
+    assert slow("anon_pipe_read", living_children=0.02).limited_by == "io", "an idle child does not feed it"
 
 
 def test_fetch_with_children_waiting_for_full_cores_is_cpu_bound():
