@@ -297,6 +297,12 @@ HOST = _stream(
     Column("cpu_some_avg10_ratio", "d", "ratio", "PSI cpu, some, 10 s"),
     Column("io_some_avg10_ratio", "d", "ratio", "PSI io, some, 10 s"),
     Column("usable_cores_count", "d", "count", "cores that affinity and CPU quota leave"),
+    Column(
+        "busy_cores_count",
+        "d",
+        "count",
+        "cores of the affinity that were busy since the sample before, with any process or another virtual machine",
+    ),
 )
 
 DEVICE = _stream(

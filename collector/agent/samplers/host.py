@@ -69,6 +69,8 @@ class HostSampler:
         self._levels: dict[str, Levels | None] = {}
         self._memory = _UNKNOWN
         self._cores_count: float | None = None
+        #: Core -> ticks in which it was busy, and all its ticks, at the last sample.
+        self._ticks: dict[bytes, tuple[int, int]] = {}
 
     def sample(self) -> Sample:
         """Return one sample of the `host` stream."""
@@ -87,6 +89,7 @@ class HostSampler:
             "memory_shmem_bytes": kibibytes(meminfo, b"Shmem:"),
             "host_oom_kill_count": field(vmstat, b"oom_kill "),
             "usable_cores_count": self._usable_cores(),
+            "busy_cores_count": self._busy_cores(),
             **self._memory,
             **self._shm(),
             **self._pressure(),
@@ -137,6 +140,20 @@ class HostSampler:
         self._cores_count = cores_count if quota is None else min(cores_count, quota)
         return self._cores_count
 
+    def _busy_cores(self) -> float | None:
+        """Return how many of the command's cores were busy since the last sample (/proc/stat, proc_stat(5))."""
+        before, self._ticks = self._ticks, core_ticks(self._read("stat"))
+        try:
+            names = [b"cpu%d" % core for core in self._affinity(self.pid)]
+        except OSError:  # The command has ended.
+            return None
+        spans = [
+            (now[0] - then[0], now[1] - then[1])
+            for name in names
+            if (now := self._ticks.get(name)) and (then := before.get(name)) and now[1] > then[1]
+        ]
+        return sum(max(busy, 0) / total for busy, total in spans) if spans else None
+
     def _shm(self) -> Sample:
         try:
             shm = os.statvfs(f"{self._view.root}/dev/shm")
@@ -156,6 +173,13 @@ class HostSampler:
             "cpu_some_avg10_ratio": _avg10(self._read("pressure/cpu"), b"some"),
             "io_some_avg10_ratio": _avg10(self._read("pressure/io"), b"some"),
         }
+
+
+def core_ticks(stat: bytes) -> dict[bytes, tuple[int, int]]:
+    """Return core -> ticks in which it was busy, and all its ticks. What a hypervisor takes away counts as busy."""
+    lines = [line.split() for line in stat.splitlines() if line.startswith(b"cpu") and not line.startswith(b"cpu ")]
+    ticks = {name: [int(value) for value in values[:8]] for name, *values in lines}  # guests are in user and nice
+    return {name: (sum(values) - sum(values[3:5]), sum(values)) for name, values in ticks.items()}
 
 
 def unwritten_bytes(folder: str) -> int | None:

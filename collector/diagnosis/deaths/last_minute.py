@@ -23,7 +23,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
-from training_harness.records import ROLE_COLLECTOR, ROLE_OTHER, ROLES
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLES
 
 LAST_MINUTE_SECONDS = 60.0
 _PLACE = ["role", "process_rank", "loader", "worker"]
@@ -76,7 +76,9 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     streams = (*_NEXT_PHASES, "fetch")
     newest = {name: tables.stream(name).drop_duplicates(WRITER, keep="last") for name in streams}
     progress = pd.DataFrame([_progress(tables, newest, key) for key in keys], columns=["step", "batch", "phase"])
-    roles = [role if isinstance(role, str) else ROLES[0] for role in states["role"]]
+    # A process is sampled before its events say that it trains, and a short run ends there.
+    mains = set(lifecycle_of(tables).mains)
+    roles = [ROLES[ROLE_MAIN] if key in mains else role for key, role in zip(keys, states["role"], strict=True)]
     states = pd.concat([states.assign(role=roles, order=[ROLES.index(role) for role in roles]), progress], axis=1)
     return states.sort_values(["order", "rank", "loader", "worker"]).drop(columns="order")
 

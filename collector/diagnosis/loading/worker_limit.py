@@ -105,6 +105,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     cores = usable_cores(tables, loop.main[0])
     if not np.nansum(floats(rows, "fetch_ns")) or not np.isfinite(floats(rows, "cpu_ns")).any():
         return WorkerLimit(by=None, because="the CPU time of the fetches is not known", evidence=())
+    times = floats(rows, "time_ns")
     threads, process = _share(rows, "cpu_ns"), _share(rows, "process_cpu_ns")
     children = on_cpu = float(np.nan_to_num(_share(rows, "children_cpu_ns")))
     helpers = max(0.0, float(np.nan_to_num(process)) - float(np.nan_to_num(threads)))  # other threads of the worker
@@ -126,7 +127,8 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     others = False
     if queued >= _QUEUED:
         in_use = _cores_of_run(tables, loop, rows)
-        by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(tables, loop))
+        are_free = cores_are_free(tables, loop.main[0], float(times.min()), float(times.max()))
+        by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(tables, loop), are_free=are_free)
         others = by == "oversubscribed" and in_use < CORES_FILLED * cores
         waits_for = None
     return WorkerLimit(
@@ -148,6 +150,14 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
 def usable_cores(tables: RunTables, host: str) -> float:
     """Return the cores that affinity and quota leave, NaN if unknown."""
     return median(floats(host_samples(tables, host), "usable_cores_count"))
+
+
+def cores_are_free(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> bool:
+    """Return whether the usable cores were known to be partly idle in a window, whatever ran on them."""
+    samples = host_samples(tables, host)
+    times = floats(samples, "time_ns")
+    busy = floats(samples, "busy_cores_count")[(times >= begin_ns) & (times <= end_ns)]
+    return bool(mean(busy) < CORES_FILLED * usable_cores(tables, host))
 
 
 def cores_per_rank(tables: RunTables, host: str) -> float:
@@ -174,12 +184,19 @@ def _samples(tables: RunTables, loop: Loop, fetches: pd.DataFrame) -> pd.DataFra
     return rows
 
 
-def _limit_by_cores(queued: float, in_use: float, cores: float, allowed: float) -> tuple[str, str]:
-    """Return (`by`, `because`) of fetches that wait for a core: affinity, their own work, or other processes."""
+def _limit_by_cores(
+    queued: float, in_use: float, cores: float, allowed: float, *, are_free: bool
+) -> tuple[str | None, str]:
+    """Return (`by`, `because`) of fetches that wait for a core: affinity, their own work, or other processes.
+
+    While cores are free, a thread waits for one only until it is woken: that limits what sleeps often and shortly.
+    """
     waiting = f"fetches wait {percent(queued)} of their time for a core"
     if allowed < cores:
         allows = f"the workers' affinity allows {number(allowed)} of {number(cores)} usable cores"
         return "affinity", f"{waiting}: {allows}"
+    if are_free:
+        return None, f"{waiting}, although cores are free: a thread that sleeps often waits each time it is woken"
     if in_use < CORES_FILLED * cores:
         get = f"the run's processes get {number(in_use)} of {number(cores)}"
         return "oversubscribed", f"{waiting} while {get}: other processes use the rest"

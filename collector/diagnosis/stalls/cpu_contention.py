@@ -7,7 +7,13 @@ thread of a training process that time is lost: the training does nothing else m
 from __future__ import annotations
 
 from collector.diagnosis.loading.core_waits import queued_ratio
-from collector.diagnosis.loading.worker_limit import CORES_FILLED, cores_used, usable_cores, worker_limit
+from collector.diagnosis.loading.worker_limit import (
+    CORES_FILLED,
+    cores_are_free,
+    cores_used,
+    usable_cores,
+    worker_limit,
+)
 from collector.diagnosis.stalls.advice import FREE_CORES, advise_crowded
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, recorded_seconds
@@ -30,6 +36,8 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
         return []
     used, cores = cores_used(tables, loop.main[0], *span_ns), usable_cores(tables, loop.main[0])
     limit, others = worker_limit(tables, loop), used < CORES_FILLED * cores
+    if others and cores_are_free(tables, loop.main[0], *span_ns):
+        return []  # it is woken late, as a thread is that sleeps often: no other process takes its core
     by_workers = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
     facts = case.facts("main", loss)
     facts["confidence"] = loss.confidence(_MIN_SAMPLES)

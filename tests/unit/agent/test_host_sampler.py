@@ -311,3 +311,18 @@ def test_sampler_works_on_this_host():
 
     assert 0 < sample["memory_available_bytes"] < sample["memory_total_bytes"]
     assert 0 < sample["usable_cores_count"] <= os.cpu_count()
+
+
+def test_busy_cores_are_those_of_the_affinity_since_the_last_sample(machine):
+    sampler = machine.sampler(cores=2)
+    write(
+        machine.root / "proc/stat",
+        "cpu  0 0 0 0\ncpu0 10 0 0 90 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\ncpu2 0 0 0 9 0 0 0 0",
+    )
+    assert sampler.sample()["busy_cores_count"] is None, "one sample has no span"
+    # Half of core 0 is busy, and a hypervisor takes all of core 1; core 2 is not for this job.
+    write(
+        machine.root / "proc/stat",
+        "cpu  0 0 0 0\ncpu0 50 0 10 130 10 0 0 0 9 9\ncpu1 0 0 0 0 0 0 0 80\ncpu2 80 0 0 9 0 0 0 0",
+    )
+    assert sampler.sample()["busy_cores_count"] == pytest.approx(0.5 + 1.0)

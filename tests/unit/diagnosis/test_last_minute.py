@@ -59,6 +59,13 @@ def test_report_of_a_death_has_memory_and_state_of_each_process():
     assert "219 MiB" in told
 
 
+def test_short_training_is_named_as_one_although_it_was_sampled_before_it_trained():
+    script = simulate(workers=0, prefetch=2, service=jittered(0.1), consumer=jittered(0.1), batches=5)
+    sample_process(script, [START_SECONDS], MAIN, ROLE_OTHER, private=[MIB], rss=[MIB])
+    script.manifest["exit_status"] = 1
+    assert list(last_states(script.tables())["role"]) == ["main"]
+
+
 def test_workers_of_earlier_epochs_are_counted_and_not_listed():
     script = killed_training()
     earlier = [("node", 1100 + epoch, 7100 + epoch) for epoch in range(3)]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, jittered, per_worker, sample_process, simulate
+from simulated_runs import MAIN, jittered, ns, per_worker, sample_process, simulate
 
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.units import percent
@@ -54,14 +54,19 @@ def test_a_loader_that_keeps_up_has_no_warning(seed):
     assert [(finding.kind, finding.severity) for finding in found] == [("compute-bound", "info")]
 
 
-def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
-    """Return the finding about a loop with batches in time, whose main thread waits for a core."""
+def crowded(*, waits=0.3, cores_used=3.9, busy=4.0, split=(0.0, 0.0, 1.0)):
+    """Return the finding about a loop with batches in time, whose main thread waits for a core.
+
+    It uses `cores_used` of 4 cores, of which all programs together keep `busy` ones busy.
+    """
     script = simulate(
         workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, split=split, cores=4.0
     )
     seconds = 1000 + np.arange(12.0)
     used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
+    cores = {"usable_cores_count": 4.0, "busy_cores_count": busy}
+    script.add("host", [{"time_ns": ns(second), **cores} for second in seconds], ("node", 90, 4900))
     (found,) = find_stalls(script.tables())
     return found
 
@@ -74,6 +79,14 @@ def test_waiting_for_a_core_is_not_called_healthy(cores_used, who):
     assert who in found.summary
     found = crowded(waits=0.01)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
+
+
+def test_late_waking_on_free_cores_is_blamed_on_nobody():
+    found = crowded(cores_used=0.4, busy=0.6)
+    assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
+    slow = crowded(cores_used=0.4, busy=0.6, split=(0.5, 0.5, 0.0))
+    assert slow.limited_by is None
+    assert "other processes" not in found.summary + slow.summary
 
 
 def test_waiting_for_a_core_is_found_once_for_two_loops():
