@@ -18,6 +18,7 @@ EventKind = Literal[
     "process-exit",
     "exception",
     "thread-exception",
+    "exit-message",
     "loader",
     "loader-set",
     "setting-asked",
@@ -137,6 +138,12 @@ EVENTS: dict[EventKind, Event] = {
         "an exception ended one of its threads, and the process goes on",
         Field("thread", "str", "name of the thread"),
         *_RAISED,
+    ),
+    "exit-message": _event(
+        _ATTACHED,
+        "the main thread called `sys.exit` with a message, which makes the exit status 1",
+        Field("message", "str", "the message"),
+        Field("site", "str", "`file:line, in function` of the call"),
     ),
     "loader": _event(
         _TRAINING,

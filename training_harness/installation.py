@@ -5,6 +5,7 @@ Everything here fails open: a hook that cannot be installed is named in an event
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
@@ -29,6 +30,8 @@ from training_harness.hooks.training.step_phases import Progress
 
 #: Most exceptions of threads that a process records: a script may start a thread for each batch.
 _MOST_THREAD_EXCEPTIONS = 100
+#: Most messages to `sys.exit` that a process records: a script may catch them.
+_MOST_EXIT_MESSAGES = 100
 _progress = Progress()
 _hooks: dict[str, Hook] = {}
 
@@ -73,6 +76,27 @@ def _watch_exceptions() -> Hook:
     return hook
 
 
+def _watch_exits() -> Hook:
+    hook = Hook("exit")
+    numbers = iter(range(_MOST_EXIT_MESSAGES))
+
+    def make(previous: Any) -> Any:
+        @functools.wraps(previous)
+        def exit(status: Any = None, /) -> Any:
+            # A message is printed, and None or a number is the exit status.
+            if hook.active and not isinstance(status, int | None) and next(numbers, None) is not None:
+                try:
+                    session.record_exit_message(status, sys._getframe(1))
+                except Exception:
+                    pass
+            return previous(status)
+
+        return exit
+
+    hook.replace(sys, "exit", make)
+    return hook
+
+
 def _watch_threads() -> Hook:
     hook = Hook("thread")
     numbers = iter(range(_MOST_THREAD_EXCEPTIONS))
@@ -99,6 +123,7 @@ _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 #: exception, mostly an AttributeError, where this torch lacks a name that the hook needs.
 HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "thread": (_watch_threads, {_DATALOADER}),
+    "exit": (_watch_exits, {_DATALOADER}),
     "worker": (worker.install, {_DATALOADER}),
     # First, so that the hooks below see the loader as the trial changed it.
     "trial": (partial(trial.install, _DATALOADER, "DataLoader"), {_DATALOADER}),

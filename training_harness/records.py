@@ -222,6 +222,15 @@ HEAP = _stream(
     Column("free_bytes", "q", "bytes", "freed memory that the allocator keeps: holes between used blocks"),
 )
 
+OPTIMIZER = _stream(
+    "optimizer",
+    "device and reading of the optimizers of a training process, at most one per second",
+    _TIME,
+    Column("device", "h", "id", "device, numbered as the command of the run sees it; -1: host memory"),
+    Column("gradients_bytes", "q", "bytes", "gradients of their parameters, when one of them had stepped"),
+    Column("state_bytes", "q", "bytes", "what they keep for their parameters, such as momenta or a history"),
+)
+
 PROCESS = _stream(
     "process",
     "sampled process and tick of the collector",
@@ -349,6 +358,7 @@ STREAMS: dict[str, Stream] = {
         FETCH,
         STAGE,
         HEAP,
+        OPTIMIZER,
         PROCESS,
         EARLY_PROCESS,
         HOST,

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
@@ -62,6 +62,7 @@ class Session:
         self.device_time = self.writers["device_time"].append
         self.device_memory = self.writers["device_memory"].append_all
         self.heap = self.writers["heap"].append
+        self.optimizer = self.writers["optimizer"].append
         self.batch = self.writers["batch"].hold
         self.fetch = self.writers["fetch"].append
         self.stage = self.writers["stage"].append_all
@@ -139,6 +140,14 @@ def record_thread_exception(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else None
         described = _described(args.exc_type, args.exc_value, args.exc_traceback)
         session.events.append("thread-exception", thread=name, **described)
+
+
+def record_exit_message(message: object, caller: FrameType) -> None:
+    """Write the message with which the main thread asks to exit as an event."""
+    session = start()
+    if session is not None and threading.current_thread() is threading.main_thread():
+        site = f"{caller.f_code.co_filename}:{caller.f_lineno}, in {caller.f_code.co_name}"
+        session.events.append("exit-message", message=str(message)[:_MESSAGE_CHARACTERS], site=site)
 
 
 def _described(

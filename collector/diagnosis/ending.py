@@ -128,7 +128,11 @@ def _is_end(finding: Finding) -> bool:
 def _reason(death: Finding) -> str:
     if death.kind == "crashed":
         names = {item.name for item in death.evidence}
-        reasons = {"exception": "uncaught exception", "uncaught_exception_count": "exit without an exception"}
+        reasons = {
+            "exception": "uncaught exception",
+            "exit_message": "sys.exit with a message",
+            "uncaught_exception_count": "exit without an exception",
+        }
         return next((reason for name, reason in reasons.items() if name in names), "crash")
     if death.kind == "worker-killed" and (death.value_of("worker_exit_code") or 0) > 0:
         return "DataLoader worker exited"
@@ -225,8 +229,12 @@ def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
 
 def _error(event: Mapping[str, Any]) -> str:
     """Return the class of an exception and the first line of its message."""
+    return f"{event.get('type')}: {_first_line(event)}"
+
+
+def _first_line(event: Mapping[str, Any]) -> str:
     line = (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0]
-    return f"{event.get('type')}: {line if len(line) <= _MESSAGE_CHARACTERS else f'{line[:_MESSAGE_CHARACTERS]}…'}"
+    return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
 
 
 def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
@@ -245,6 +253,8 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
         yield float(event["time_ns"]), f"{of} ended with {_error(event)}"
+    for event in tables.events_of("exit-message"):
+        yield float(event["time_ns"]), f"Process {event['pid']} called sys.exit: {_first_line(event)}"
     for event in tables.events_of("before-oom"):
         yield float(event["time_ns"]), _precaution(event)
     for event in tables.events_of("risk-call"):

@@ -87,6 +87,7 @@ LABELS = {
     "slope_second_half": "growth in the second half",
     "level_at_end_low_bytes": "level at the end, at least",
     "level_at_end_high_bytes": "level at the end, at most",
+    "optimizer_rise_bytes": "growth of the optimizers' gradients and state",
     "time_to_full_seconds": "time until it is full",
     "time_to_full_low_seconds": "time until it is full, at least",
     "time_to_full_high_seconds": "time until it is full, at most",

@@ -100,6 +100,19 @@ def test_an_exception_in_a_dataset_reaches_the_script_unchanged(run_attached):
     assert "ValueError: a bad row" in run.done.stderr
 
 
+def test_message_of_sys_exit_is_recorded_with_its_line(run_attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch.utils.data\ntry:\n    sys.exit(2)\n"
+        "except SystemExit as error:\n    assert error.code == 2\nsys.exit('no images in /data')\n"
+    )
+    run = run_attached(script)
+    assert run.done.returncode == 1
+    assert "no images in /data" in run.done.stderr
+    [event] = map(json.loads, run.events("exit-message").body)
+    assert (event["message"], event["site"]) == ("no images in /data", f"{script}:6, in <module>")
+
+
 def test_disabled_hooks_leave_no_trace(run_attached):
     run = run_attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"}, in_new_python=True)
     assert run.done.returncode == 0
@@ -116,7 +129,7 @@ def test_the_users_own_sitecustomize_runs(run_attached, tmp_path):
     assert run.done.stdout.split() == ["was", "here", str(tmp_path / "sitecustomize.py")]
 
 
-@pytest.mark.parametrize("stream", ["batch", "step"])
+@pytest.mark.parametrize("stream", ["batch", "step", "optimizer"])
 def test_failing_hook_reports_once_and_training_goes_on(run_attached, bare_losses, tmp_path, stream):
     script = tmp_path / "script.py"
     script.write_text(
@@ -130,7 +143,14 @@ def test_failing_hook_reports_once_and_training_goes_on(run_attached, bare_losse
     assert run.done.stdout == bare_losses
     (disabled,) = map(json.loads, run.events("hook-disabled").body)
     assert disabled["hook"] == stream
-    assert {name: len(run.table(name)) for name in ("batch", "step")} == {"batch": 32, "step": 32, stream: 0}
+    lengths = {name: len(run.table(name)) for name in {"batch", "step", stream}}
+    assert lengths == {"batch": 32, "step": 32, stream: 0}
+
+
+def test_memory_of_the_optimizer_is_read(run_attached):
+    kept = run_attached(TRAIN).table("optimizer")
+    assert set(kept["device"]) == {-1}
+    assert (kept["gradients_bytes"] > 0).all()
 
 
 def test_missing_private_names_cost_only_their_columns(run_attached, tmp_path):

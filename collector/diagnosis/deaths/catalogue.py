@@ -250,6 +250,9 @@ FAILED_EXIT = Death(
     advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
     confidence=0.8,
 )
+EXIT_WITH_MESSAGE = replace(
+    FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}", advice=(), confidence=0.95
+)
 #: By the convention of shells, 128 + n stands for signal n.
 EXIT_AFTER_SIGNAL = replace(
     STOPPED,

@@ -140,7 +140,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     return _Scene(
         error=error,
         figures=figures_at(tables, error),
-        growth=kept_tensors(own) if own is not None else None,
+        growth=kept_tensors(tables, own) if own is not None else None,
         batch_bytes=(
             float(payload[-1]) if len(payload) else math.nan,
             float(np.nanmax(payload[:-1])) if np.isfinite(payload[:-1]).any() else math.nan,

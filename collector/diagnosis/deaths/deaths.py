@@ -170,11 +170,24 @@ def _at(event: Mapping[str, Any]) -> str:
 
 
 def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]:
+    messages = [event for event in tables.events_of("exit-message") if key_of(event) in (*life.mains, life.command)]
+    exit_fact = fact("exit_status", code, "of the command")
+    if code == 1 and messages and (caller := key_of(messages[-1])) is not None:
+        message = (plain_text(str(messages[-1].get("message") or "")).strip().splitlines() or [""])[0]
+        finding = catalogue.EXIT_WITH_MESSAGE.finding(
+            locus=life.locus(caller),
+            since_step=last_step(tables, caller),
+            evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
+            what=sentence(life.name(caller)),
+            site=_at(messages[-1]),
+            message=message,
+        )
+        return [replace(finding, summary=finding.summary[:300])]
     if not life.mains:
         return []
     key = life.mains[0]
     evidence = (
-        fact("exit_status", code, "of the command"),
+        exit_fact,
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     signal = code - _SIGNAL_STATUS

@@ -18,7 +18,15 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.memory import resources
-from collector.diagnosis.memory.leak import Use, leak_finding, negligible_bytes, rise_since, witnesses_of
+from collector.diagnosis.memory.leak import (
+    Use,
+    leak_finding,
+    negligible_bytes,
+    optimizer_bytes,
+    optimizer_finding,
+    rise_since,
+    witnesses_of,
+)
 from collector.diagnosis.run.allocators import Allocator, devices
 from collector.diagnosis.run.columns import floats, sampled, seconds, step_numbers, while_training
 from collector.diagnosis.run.processes import fact
@@ -51,14 +59,18 @@ def _use(rank: Allocator, series: str, values: Floats) -> Use:
     return Use(series=series, locus=rank.locus, key=rank.key, times=rank.seconds, values=values, steps=rank.steps)
 
 
-def tensors_of(rank: Allocator) -> Use:
-    """Return the memory of live tensors."""
-    return _use(rank, "allocated", rank.column("allocated_bytes"))
+def tensors_of(tables: RunTables, rank: Allocator) -> Use:
+    """Return the memory of live tensors, without gradients and state of optimizers."""
+    return _use(rank, "allocated", rank.column("allocated_bytes") - _of_optimizers(tables, rank))
 
 
-def kept_tensors(rank: Allocator) -> Growth | None:
+def _of_optimizers(tables: RunTables, rank: Allocator) -> Floats:
+    return optimizer_bytes(tables, rank.key, rank.seconds, rank.locus.device)
+
+
+def kept_tensors(tables: RunTables, rank: Allocator) -> Growth | None:
     """Return the growth of live tensors if their number grows too: what `gpu-tensor-leak` reports."""
-    return tensors_of(rank).growth() if _counts(rank) is not None else None
+    return tensors_of(tables, rank).growth() if _counts(rank) is not None else None
 
 
 def _counts(rank: Allocator) -> Growth | None:
@@ -68,10 +80,12 @@ def _counts(rank: Allocator) -> Growth | None:
 
 def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
     """Return the growth of live tensors; without a witness if their number does not grow, or is not known."""
-    use = tensors_of(rank)
-    trend = use.growth()
+    use = tensors_of(tables, rank)
+    trend, negligible = use.growth(), negligible_bytes(rank.column("allocated_bytes"))
     if trend is None:
-        return []
+        where = f"Memory of tensors on GPU {rank.locus.device} grows"
+        told = optimizer_finding(tables, use, _of_optimizers(tables, rank), negligible, grows=where)
+        return [told] if told is not None else []
     counts = _counts(rank)
     rise = () if counts is None else (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)
     return [leak_finding(tables, resources.TENSORS, use, trend, rise)]

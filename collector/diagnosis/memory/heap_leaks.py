@@ -27,6 +27,8 @@ from collector.diagnosis.memory.leak import (
     lasts_to_end,
     leak_finding,
     negligible_bytes,
+    optimizer_bytes,
+    optimizer_finding,
     rise_since,
     share_of,
     witnesses_of,
@@ -90,7 +92,8 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     if len(rows) < MIN_POINTS:
         return None
     times, resident = seconds(rows), _resident(rows)
-    free = _free(tables, key, times)
+    kept = optimizer_bytes(tables, key, times)
+    free = _free(tables, key, times) + kept
     life = lifecycle_of(tables)
     use = Use(
         series="in_use" if free.any() else "resident",
@@ -113,9 +116,9 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     )
     trend = growth_of(filling) if filling else stairs.growth() if stairs else young or trend
     witnesses = _main_witnesses(tables, key, use, trend, rows, free) if trend is not None else None
-    if trend is None or witnesses is None:
-        return None
     process = sentence(life.name(key))
+    if trend is None or witnesses is None:
+        return optimizer_finding(tables, use, kept, negligible, grows=f"{process} grows")
     if filling is not None:
         return bounded_finding(tables, use, filling, witnesses, fills=f"{process} fills")
     if young is not None:

@@ -24,11 +24,14 @@ from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
     finite,
+    floats,
     iterations_within,
     origin_ns,
+    seconds,
     step_at,
     training_end_ns,
     window_text,
+    written,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact
@@ -58,6 +61,8 @@ _LONGEST_SECONDS, _SHORTEST_SECONDS = 120.0, _MOMENT_SECONDS / 2
 #: blocks to that of the last.
 _MEASURED_RATIO = 0.9 * 11 / 12
 _CONFIDENCE_OF_INFORMATION = 0.7
+#: Device number of host memory in the stream `optimizer`.
+_HOST_DEVICE = -1
 #: Time that the answers are rounded up to, in seconds.
 _ROUNDING_SECONDS = 5.0
 
@@ -146,8 +151,8 @@ def share_of(times: Floats, values: Floats, trend: Growth) -> float:
 
     A series that is seldom read does not cover the window, so only the growth between its readings counts.
     """
-    seconds = rise_since(times, np.where(np.isfinite(values), times, np.nan), trend)
-    expected = min(trend.rise, trend.slope * seconds)
+    covered = rise_since(times, np.where(np.isfinite(values), times, np.nan), trend)
+    expected = min(trend.rise, trend.slope * covered)
     return rise_since(times, values, trend) / expected if expected > 0 else float("nan")
 
 
@@ -164,6 +169,56 @@ def negligible_bytes(values: Floats) -> float:
     """Return the rise of this series below which it is of no interest."""
     known = finite(values)
     return max(NEGLIGIBLE_BYTES, _NEGLIGIBLE_RATIO * float(np.median(known))) if len(known) else NEGLIGIBLE_BYTES
+
+
+def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: int | None = None) -> Floats:
+    """Return the gradients and the state of a process's optimizers at some times; 0 where they were not recorded.
+
+    They end to grow when each parameter has its own, or when a history is full, so that growth is no leak.
+
+    Args:
+        tables: the run.
+        key: the process.
+        times: seconds.
+        device: the device that holds them; None for host memory.
+
+    """
+    rows = written(tables, "optimizer", key)
+    rows = rows[floats(rows, "device") == (_HOST_DEVICE if device is None else device)]
+    if rows.empty:
+        return np.zeros(len(times))
+    return np.interp(times, seconds(rows), floats(rows, "gradients_bytes") + floats(rows, "state_bytes"))
+
+
+def optimizer_finding(
+    tables: RunTables, use: Use, kept: Floats, negligible: float, *, grows: str
+) -> Finding | None:
+    """Return the finding that memory grows by what the optimizers keep, if it does.
+
+    Args:
+        tables: the run.
+        use: the use without what the optimizers keep, which has no growth.
+        kept: what they keep (`optimizer_bytes`).
+        negligible: a rise below this is of no interest.
+        grows: subject and verb of the sentence.
+
+    """
+    whole = replace(use, values=use.values + kept)
+    trend = whole.growth(negligible)
+    witnesses = witnesses_of(trend, {"optimizer_rise_bytes": (use.times, kept)}) if trend is not None else ()
+    if trend is None or not witnesses:
+        return None
+    return Finding(
+        kind="bounded-growth",
+        severity="info",
+        confidence=_CONFIDENCE_OF_INFORMATION,
+        summary=f"{grows} by gradients and state of its optimizers: {size(trend.rise)} so far, "
+        f"{size(trend.slope)}/s. That ends when each parameter has its own, or a history is full.",
+        locus=use.locus,
+        since_step=step_at(tables, use.key, trend.since_seconds * SECOND_NS),
+        evidence=(rise_of(tables, whole, trend, "bytes"), *witnesses),
+        rate=rate(trend, "bytes"),
+    )
 
 
 def leak_finding(

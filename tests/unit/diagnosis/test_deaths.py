@@ -102,6 +102,18 @@ def test_exit_status_of_a_handled_signal_is_no_kill(exit_status, severity, words
     assert (verdict.ending.record.reason, verdict.ending.record.signal) == ("exit without an exception", None)
 
 
+@pytest.mark.parametrize(
+    ("exit_status", "reason"), [(1, "sys.exit with a message"), (3, "exit without an exception")]
+)
+def test_message_of_sys_exit_is_the_reason_if_the_status_is_its_own(exit_status, reason):
+    script = end_workers(training())
+    script.event(script.now_seconds, "exit-message", message="no images in /data", site="/my/train.py:12, in main")
+    verdict = diagnose(end_run(end_training(script), exit_status).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert verdict.ending.record.reason == reason
+    assert ("train.py:12, in main: no images in /data" in found.summary) == (exit_status == 1)
+
+
 @pytest.mark.parametrize("status", [3, 143])
 def test_worker_that_exits_by_itself_is_named_with_its_status_and_no_signal(status):
     message = "DataLoader worker (pid(s) 1001) exited unexpectedly"

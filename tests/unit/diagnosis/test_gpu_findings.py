@@ -160,6 +160,19 @@ def test_growing_number_of_tensors_is_a_leak():
     )
 
 
+def test_growing_state_of_an_optimizer_is_no_leak():
+    run = recorded(TENSORS)
+    device = run.streams["device_memory"]
+    rows = device[["host", "pid", "start_ticks", "time_ns", "device"]].assign(
+        gradients_bytes=0.0, state_bytes=rise(device, "allocated_bytes")
+    )
+    rows = rows.reindex(columns=run.streams["optimizer"].columns)
+    [told] = find_device_growth(replace(run, streams={**run.streams, "optimizer": rows}))
+    assert (told.kind, told.severity) == ("bounded-growth", "info")
+    assert told.locus.device == 0
+    assert told.value_of("optimizer_rise_bytes") == pytest.approx(told.value_of("allocated_rise_bytes"), 0.25)
+
+
 def test_leak_names_its_lines_or_the_command_that_finds_them():
     run = recorded(TENSORS)
     command = f"Run `tidegauge snapshot {run.manifest['run_id']} --kind growth`"

@@ -192,6 +192,7 @@ def test_every_stream_begins_with_time_and_its_columns_have_units():
     units = ("_ns", "_bytes", "_count", "_ratio", "_ticks", "_celsius", "_watts", "_status")
     plain = {"step", "device", "loader", "epoch", "index", "worker", "role", "alive", "stage", "unit"} | {
         "process_pid",
+        "parent_pid",
         "process_rank",
         "wait_channel",
     }

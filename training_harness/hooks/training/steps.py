@@ -19,6 +19,7 @@ from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.training.devices import BACKWARD, OPTIMIZE, OTHER, Reading
+from training_harness.hooks.training.optimizers import OptimizerGauge
 from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.records import UNIT_OPTIMIZER, UNIT_SCRIPT
 
@@ -60,6 +61,8 @@ class StepHook(Hook):
     def __init__(self, progress: Progress) -> None:
         super().__init__("step")
         self._progress = progress
+        self._optimizers = OptimizerGauge()
+        self._optimizers_hook = Hook("optimizer")
         self._leader: Callable[[], Any] = _no_optimizer
         self._follower: Callable[[], Any] = _no_optimizer
 
@@ -79,6 +82,7 @@ class StepHook(Hook):
         if current is None:
             return
         progress.thread = thread
+        self._optimizers.see(optimizer)
         if progress.ended_by != UNIT_SCRIPT and (self._leader is optimizer or self._take_lead(optimizer)):
             progress.end_steps_by(UNIT_OPTIMIZER)
             progress.gauge(current, reading)
@@ -93,6 +97,11 @@ class StepHook(Hook):
         if progress.ended_by == UNIT_OPTIMIZER and self._leader is optimizer:
             progress.end(current, now_ns, cpu_ns)
             self._follower = _no_optimizer
+
+    def read_optimizers(self, now_ns: int) -> None:
+        """Record the memory of the optimizers, if that is due; called when one of them has stepped."""
+        if now_ns >= self._optimizers.due_ns and session.active is not None:
+            self._optimizers_hook.attempt(self._optimizers.record, session.active)
 
     def may_lead(self, optimizer: Callable[[], Any]) -> bool:
         """Return whether an optimizer ends the steps, as far as the calls that have run show."""
@@ -140,6 +149,7 @@ def install(progress: Progress) -> StepHook:
             calls.log((hook, on_step_end, now_ns, reference(optimizer), boundary_cpu_clock(now_ns)))
             if now_ns >= calls.due_ns:
                 progress.catch_up(now_ns)
+                hook.read_optimizers(now_ns)
         except Exception as error:
             hook.fail(error)
 
