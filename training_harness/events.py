@@ -116,6 +116,9 @@ EVENTS: dict[EventKind, Event] = {
         _ARGV,
         Field("python", "str", "version of Python"),
         Field("torch", "str", "version of torch"),
+        Field(
+            "accelerator", "str", "accelerator that torch is built for, with its version; empty for the CPU alone"
+        ),
         Field("local_rank", "int", "LOCAL_RANK of the process"),
         Field("world_size", "int", "WORLD_SIZE of the process"),
         Field("attempt", "int", "restarts by an elastic launcher so far"),

@@ -41,7 +41,7 @@ RUN_DIR_VARIABLE = "TIDEGAUGE_RUN_DIR"
 DISABLED_VARIABLE = "TIDEGAUGE_DISABLED"
 #: "0" switches the recognition of stages off.
 STAGES_VARIABLE = "TIDEGAUGE_STAGES"
-#: The `CUDA_VISIBLE_DEVICES` of the command of a run, or `ALL_DEVICES`.
+#: The devices that the command of a run may see (`visible_devices`), or `ALL_DEVICES`.
 RUN_DEVICES_VARIABLE = "TIDEGAUGE_DEVICES"
 ALL_DEVICES = "all"
 MEMORY_HISTORY_VARIABLE = "TIDEGAUGE_MEMORY_HISTORY"
@@ -86,11 +86,13 @@ RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 #: The only environment variables whose values are recorded in a manifest.
 RECORDED_ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
     "MKL_NUM_THREADS",
     "OMP_NUM_THREADS",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "WORLD_SIZE",
+    "ZE_AFFINITY_MASK",
 )
 #: Variables of Slurm that a manifest has too, in its `slurm`: the job, and its limit of memory in MiB.
 SLURM_ENVIRONMENT = (
@@ -126,6 +128,15 @@ def slug(name: str) -> str:
 def loader_settings_path(run_dir: Path, host: str) -> Path:
     """Return the path of the settings that the collector of a host found for the DataLoaders there."""
     return run_dir / f"loader-settings.{host}.json"
+
+
+def visible_devices(environ: Mapping[str, str]) -> str | None:
+    """Return the devices that a process with this environment may see; None if all.
+
+    ROCm takes CUDA's variable too, and oneAPI has its own ("Environment Variables" of HIP and of oneAPI).
+    """
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    return next((environ[name] for name in names if name in environ), None)
 
 
 def create_run(

@@ -316,7 +316,7 @@ HOST = _stream(
 
 DEVICE = _stream(
     "device",
-    "NVML device and tick of the collector",
+    "GPU (NVML or AMD SMI) and tick of the collector",
     _TIME,
     _DEVICE,
     Column("used_bytes", "q", "bytes", "device memory in use, by all processes and the driver"),

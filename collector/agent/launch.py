@@ -139,7 +139,7 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
     The user's own search path stays as it is, since an empty part of it means the current directory.
     """
     shim = str(Path(layout.__file__).parent / "bootstrap")
-    user_path = environ.get("PYTHONPATH", "")
+    user_path, visible = environ.get("PYTHONPATH", ""), layout.visible_devices(environ)
     rest = [part for part in user_path.split(os.pathsep) if part != shim] if user_path else []
     inherited = {
         name: value for name, value in environ.items() if name != layout.RUN_ID_VARIABLE
@@ -148,7 +148,7 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
         layout.RUN_DIR_VARIABLE: str(run_dir.absolute()),
         layout.HOME_VARIABLE: str(home.absolute()),
         ptracer.COLLECTOR_VARIABLE: ptracer.process_name(os.getpid()),
-        layout.RUN_DEVICES_VARIABLE: environ.get("CUDA_VISIBLE_DEVICES", layout.ALL_DEVICES),
+        layout.RUN_DEVICES_VARIABLE: layout.ALL_DEVICES if visible is None else visible,
         "PYTHONPATH": os.pathsep.join([shim, *rest]),
     }
 

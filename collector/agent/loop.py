@@ -15,7 +15,7 @@ from collector.agent.ingest_process import IngestProcess
 from collector.agent.problems import Problems
 from collector.agent.recorder_dumps import RecorderDumps
 from collector.agent.samplers import procfs
-from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.devices import find_devices
 from collector.agent.samplers.hang_watch import HangWatch
 from collector.agent.samplers.host import HostSampler, MemoryLimit, headroom_bytes
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles
@@ -90,7 +90,7 @@ class Agent:
         self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._limit: MemoryLimit | None = None
-        self._devices = DeviceSampler()
+        self._devices = find_devices()
         self._pids_before = frozenset[int]()
         self._verdict_bytes = 0
         self._ticked_ns: int | None = None

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collector.agent.launch import child_environment
-from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.devices import DeviceSampler, find_devices
 from collector.agent.samplers.host import HostSampler
 from collector.agent.samplers.procfs import read_rollup
 from collector.agent.samplers.samples import Sample
@@ -65,6 +65,7 @@ _MEASUREMENTS = {
     "forward:compiled": ("compiled models", "forward passes of models that torch.compile compiled"),
     "backward": ("backward passes", "time of forward and backward, each"),
     "checkpoint": ("checkpoints", "when torch.save writes one"),
+    "exit": ("messages of sys.exit", "why a script ended itself, and where"),
     "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
     "compiler": ("torch.compile", "it leaves the hooks alone"),
     "stage:torch": ("copies", "copies to devices, conversions to tensors"),
@@ -100,7 +101,7 @@ def check_all(home: Path, python: str = sys.executable) -> list[Check]:
         lambda: [check_pressure(host)],
         lambda: [check_smaps("/proc", os.getpid())],
         lambda: [check_stacks()],
-        lambda: [check_devices(DeviceSampler(), Path("/proc"))],
+        lambda: [check_devices(find_devices(), Path("/proc"))],
         lambda: [check_lake(), check_store()],
         lambda: [check_home(home)],
         lambda: [check_latest_run(home)],
@@ -163,6 +164,7 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
         yield Check("hooks", "a training of two steps reported nothing", remedy)
         return
     yield Check("torch", str(start["torch"]))
+    yield _check_statistics(start.get("accelerator"))
     errors = {event["hook"]: event["error"] for event in events if event["kind"] == "hook-disabled"}
     capabilities = start["capabilities"] | dict.fromkeys(errors, False)
     for hook in sorted(capabilities, key=[*_MEASUREMENTS, *capabilities].index):
@@ -174,6 +176,14 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
             yield Check(name, f"not measured: {words} ({reason})", "upgrade Tidegauge, or torch")
     if not any(event["kind"] == "worker-start" for event in events):
         yield Check("workers", "the worker did not report", "upgrade Tidegauge, or torch")
+
+
+def _check_statistics(accelerator: str | None) -> Check:
+    """Return where the memory of PyTorch's allocator is read from."""
+    if not accelerator:
+        return Check("allocator", "this torch is built for the CPU alone: no memory of a GPU to read")
+    names = "torch.xpu" if accelerator.startswith("XPU") else "torch.cuda"
+    return Check("allocator", f"memory of GPUs is read from {names} at each step ({accelerator})")
 
 
 def check_memory_limit(host: Sample) -> Check:
@@ -217,22 +227,22 @@ def check_smaps(proc: str, pid: int) -> Check:
 
 
 def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
-    """Check the GPUs that NVML shows, and whether it names the processes that use them.
+    """Check the GPUs that the driver's library shows, and whether it names the processes that use them.
 
     A machine without a GPU passes.
     """
     if sampler.reason:
-        return Check("NVML", sampler.reason)
+        return Check("GPUs", sampler.reason)
     totals = [sample["total_bytes"] for sample in sampler.sample(set())]
     sizes = ", ".join("size unknown" if total is None else size(total) for total in totals)
-    gpus = f"{len(totals)} GPU{'s' if len(totals) > 1 else ''} ({sizes})"
+    gpus = f"{len(totals)} GPU{'s' if len(totals) > 1 else ''} ({sizes}) by {sampler.library}"
     pids = sampler.user_pids()
     if not pids:
-        return Check("NVML", f"{gpus}; no process uses them now, or NVML hides it, as in a container")
+        return Check("GPUs", f"{gpus}; no process uses them now, or the driver hides it, as in a container")
     if any((proc / str(pid)).exists() for pid in pids):
-        return Check("NVML", f"{gpus}; it names the processes that use them")
+        return Check("GPUs", f"{gpus}; it names the processes that use them")
     return Check(
-        "NVML",
+        "GPUs",
         f"{gpus}; it names only processes outside this container",
         "start the container with --pid=host; until then memory of the run and of other jobs is one sum",
     )

@@ -25,8 +25,8 @@ sys.stdin.read()
 #: Samples all devices for the pids that it is given, once per line of stdin.
 SAMPLE = """
 import json, sys
-from collector.agent.samplers.devices import DeviceSampler
-sampler = DeviceSampler()
+from collector.agent.samplers.devices import NvidiaSampler
+sampler = NvidiaSampler()
 for line in sys.stdin:
     print(json.dumps([sampler.reason, sampler.sample(set(map(int, line.split())))]), flush=True)
 """
@@ -35,9 +35,9 @@ for line in sys.stdin:
 DOCTOR = """
 import json, sys
 from pathlib import Path
-from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.devices import NvidiaSampler
 from collector.commands.checks import check_devices
-check = check_devices(DeviceSampler(), Path(sys.argv[1]))
+check = check_devices(NvidiaSampler(), Path(sys.argv[1]))
 print(json.dumps([check.detail, check.remedy]), flush=True)
 """
 

@@ -8,6 +8,7 @@ import os
 import sys
 
 from training_harness import session
+from training_harness.hooks.accelerators import built_for
 from training_harness.hooks.stages import stages
 from training_harness.redaction import redact
 
@@ -25,6 +26,7 @@ def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
         argv=redact(sys.orig_argv),
         python=sys.version.split()[0],
         torch=session.torch_version(),
+        accelerator=built_for(sys.modules.get("torch")),
         local_rank=current.identity.local_rank,
         world_size=current.identity.world_size,
         attempt=current.identity.attempt,

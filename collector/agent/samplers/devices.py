@@ -1,26 +1,71 @@
-"""NVIDIA devices through NVML, read from outside the training process: no CUDA context is made."""
+"""GPUs through the library of their driver, read from outside the training process: no context is made.
+
+NVIDIA's are read through NVML, AMD's through AMD SMI (amdsmi, which comes with ROCm). Intel's are known by the
+statistics of PyTorch alone.
+"""
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import pynvml
 
 from collector.agent.samplers.samples import Sample
+from training_harness.layout import visible_devices
+
+_MIB = 1 << 20
+#: Device of AMD's compute driver.
+_AMD_DRIVER = "/dev/kfd"
 
 
-class DeviceSampler:
+class DeviceSampler(Protocol):
     """A sampler of the visible devices: one sample per device and tick.
 
-    Devices are numbered as the run's processes see them: `CUDA_VISIBLE_DEVICES` selects and orders.
+    Devices are numbered as the run's processes see them: `layout.visible_devices` selects and orders.
 
     Attributes:
+        library: name of the library that is asked.
         reason: why there is nothing to sample; None if there are devices.
     """
+
+    library: str
+    reason: str | None
+
+    def sample(self, pids: Set[int]) -> list[Sample]:
+        """Return one sample of the `device` stream per device; `pids` are the run's processes."""
+
+    def user_pids(self) -> set[int]:
+        """Return the pids of processes that use a device: in a container perhaps none, or those of the host."""
+
+    def close(self) -> None:
+        """Shut the library down; harmless without a driver."""
+
+
+def find_devices() -> DeviceSampler:
+    """Return a sampler of this machine's GPUs: NVIDIA's if there are any, else AMD's."""
+    nvidia = NvidiaSampler()
+    if nvidia.reason is None:
+        return nvidia
+    if os.path.exists(_AMD_DRIVER):
+        # At its import it looks for its library, prints that there is none, and raises one of these.
+        with suppress(ImportError, OSError, KeyError), redirect_stdout(io.StringIO()):
+            amd = AmdSampler(importlib.import_module("amdsmi"))
+            if amd.reason is None:
+                return amd
+    return nvidia
+
+
+class NvidiaSampler:
+    """A sampler through NVML."""
+
+    library = "NVML"
 
     def __init__(self, nvml: ModuleType | Any = pynvml, environ: Mapping[str, str] = os.environ) -> None:
         self.reason: str | None = None
@@ -111,18 +156,8 @@ class DeviceSampler:
         }
 
     def _by_process(self, handle: Any, pids: Set[int]) -> Sample:
-        """Return the memory of the run's processes and of all others.
-
-        In a container the driver may show no pids, or the host's: then both are missing.
-        """
         processes = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        measured = [process for process in processes if process.usedGpuMemory is not None]
-        of_run = [process.usedGpuMemory for process in measured if process.pid in pids]
-        of_others = [process.usedGpuMemory for process in measured if process.pid not in pids]
-        return {
-            "process_used_bytes": sum(of_run) if of_run else None,
-            "other_used_bytes": sum(of_others) if of_run else None,
-        }
+        return _by_process(((process.pid, process.usedGpuMemory) for process in processes), pids)
 
     def _ask(self, query: Callable[[], Any]) -> Any:
         """Return the driver's answer; None if this device or driver does not support the query."""
@@ -137,3 +172,116 @@ def _reason(nvml: ModuleType | Any, error: Exception) -> str:
     if code in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
         return "none: NVIDIA driver not found"
     return f"none: NVML does not work here ({error})"
+
+
+class AmdSampler:
+    """A sampler through AMD SMI ("AMD SMI Python API reference", ROCm 6.4 or later).
+
+    Args:
+        smi: the module `amdsmi`.
+        environ: the environment of the run's command. `HIP_VISIBLE_DEVICES` selects and orders.
+    """
+
+    library = "AMD SMI"
+
+    def __init__(self, smi: ModuleType | Any, environ: Mapping[str, str] = os.environ) -> None:
+        self.reason: str | None = None
+        self._smi = smi
+        self._handles: list[Any] = []
+        try:
+            smi.amdsmi_init()
+            self._handles = self._visible(environ.get("HIP_VISIBLE_DEVICES", visible_devices(environ)))
+        except smi.AmdSmiException as error:
+            self.reason = f"none: AMD SMI does not work here ({error})"
+            return
+        if not self._handles:
+            self.reason = "none: no AMD device is visible"
+
+    def sample(self, pids: Set[int]) -> list[Sample]:
+        """Return one sample of the `device` stream per device; `pids` are the run's processes."""
+        return [self._sample(number, handle, pids) for number, handle in enumerate(self._handles)]
+
+    def user_pids(self) -> set[int]:
+        """Return the pids of processes that use a device."""
+        return {pid for handle in self._handles for pid, _ in self._processes(handle)}
+
+    def close(self) -> None:
+        """Shut AMD SMI down; harmless without a driver."""
+        if self._handles:
+            self._handles = []
+            self._smi.amdsmi_shut_down()
+
+    def _visible(self, selection: str | None) -> list[Any]:
+        smi = self._smi
+        handles = smi.amdsmi_get_processor_handles()
+        # HIP has an order of its own, which is in general not that of the bus.
+        places = [self._ask(partial(smi.amdsmi_get_gpu_enumeration_info, handle)) or {} for handle in handles]
+        numbers = [_number(place.get("hip_id")) for place in places]
+        known = {number: handle for number, handle in zip(numbers, handles, strict=True) if number is not None}
+        numbered = known if len(known) == len(handles) else dict(enumerate(handles))
+        if selection is None:
+            return [numbered[number] for number in sorted(numbered)]
+        chosen = []
+        for name in selection.split(","):
+            if not name.strip().isdigit() or int(name) not in numbered:  # HIP too stops at the first invalid number
+                break
+            chosen.append(numbered[int(name)])
+        return chosen
+
+    def _sample(self, number: int, handle: Any, pids: Set[int]) -> Sample:
+        smi = self._smi
+        memory = self._ask(lambda: smi.amdsmi_get_gpu_vram_usage(handle)) or {}
+        used_mib, total_mib = _number(memory.get("vram_used")), _number(memory.get("vram_total"))
+        percent = _number((self._ask(lambda: smi.amdsmi_get_gpu_activity(handle)) or {}).get("gfx_activity"))
+        power = self._ask(lambda: smi.amdsmi_get_power_info(handle)) or {}
+        watts = (_number(power.get(f"{kind}socket_power")) for kind in ("", "current_", "average_"))
+        return {
+            "device": number,
+            "used_bytes": None if used_mib is None else used_mib * _MIB,
+            "total_bytes": None if total_mib is None else total_mib * _MIB,
+            **_by_process(self._processes(handle), pids),
+            "utilisation_ratio": None if percent is None else percent / 100,
+            "temperature_celsius": self._temperature(handle),
+            "power_watts": next((value for value in watts if value is not None), None),
+        }
+
+    def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
+        """Return pid and bytes of the processes that use a device."""
+        processes = self._ask(lambda: self._smi.amdsmi_get_gpu_process_list(handle)) or []
+        return [
+            (int(process["pid"]), _number((process.get("memory_usage") or {}).get("vram_mem")))
+            for process in processes
+        ]
+
+    def _temperature(self, handle: Any) -> int | None:
+        """Return the temperature of the edge, or of the hottest spot where a device has no sensor there."""
+        smi, now = self._smi, self._smi.AmdSmiTemperatureMetric.CURRENT
+        sensors = (smi.AmdSmiTemperatureType.EDGE, smi.AmdSmiTemperatureType.HOTSPOT)
+        readings = (_number(self._ask(partial(smi.amdsmi_get_temp_metric, handle, each, now))) for each in sensors)
+        return next((celsius for celsius in readings if celsius is not None), None)
+
+    def _ask(self, query: Callable[[], Any]) -> Any:
+        """Return the driver's answer; None if this device, driver or version does not support the query."""
+        try:
+            return query()
+        except (self._smi.AmdSmiException, AttributeError):
+            return None
+
+
+def _number(value: Any) -> int | None:
+    """Return a figure of AMD SMI; None for its "N/A"."""
+    return int(value) if isinstance(value, int | float) else None
+
+
+def _by_process(processes: Iterable[tuple[int, int | None]], pids: Set[int]) -> Sample:
+    """Return the memory of the run's processes and of all others, from pid and bytes of each.
+
+    In a container the driver may show no pids, or the host's: then both are missing.
+    """
+    measured = [(pid, used_bytes) for pid, used_bytes in processes if used_bytes is not None]
+    of_run = [used_bytes for pid, used_bytes in measured if pid in pids]
+    of_others = [used_bytes for pid, used_bytes in measured if pid not in pids]
+    return {
+        "process_used_bytes": sum(of_run) if of_run else None,
+        "other_used_bytes": sum(of_others) if of_run else None,
+    }

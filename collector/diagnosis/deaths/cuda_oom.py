@@ -26,7 +26,7 @@ from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, S
 from collector.store import ProcessKey
 from collector.units import plain_text, size
 
-_SENTENCE = "CUDA out of memory"
+_SENTENCE = re.compile(r"(CUDA|HIP|XPU) out of memory")
 _MESSAGE_CHARACTERS = 500
 #: Smallest gain of an advice worth giving, as a share of the limit.
 _LEAST_GAIN_RATIO = 0.01
@@ -188,7 +188,8 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
     evidence.append(fact("errors_count", errors, "since the last such event"))
     if scene.error.event.get("message"):
         message = plain_text(str(scene.error.event["message"]))
-        message = first_sentences(message[max(message.rfind(_SENTENCE), 0) :])  # a worker's comes with a traceback
+        begins = [found.start() for found in _SENTENCE.finditer(message)]
+        message = first_sentences(message[begins[-1] if begins else 0 :])  # a worker's comes with a traceback
         evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught"))
     else:
         went_on = "yes, the training went on" if scene.is_caught else "not known, the process ended after it"

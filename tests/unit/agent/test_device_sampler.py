@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.devices import NvidiaSampler
 from collector.agent.samplers.samples import record_values
 from training_harness.records import DEVICE, MISSING_INT64
 
@@ -96,7 +96,7 @@ def device(uuid="GPU-aa", **changes):
 
 
 def test_sample_has_every_gauge_of_a_device():
-    sampler = DeviceSampler(Nvml(device()), environ={})
+    sampler = NvidiaSampler(Nvml(device()), environ={})
 
     assert sampler.reason is None
     assert sampler.sample({7, 8}) == [
@@ -116,20 +116,20 @@ def test_sample_has_every_gauge_of_a_device():
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
 def test_sampler_has_a_reason_and_no_sample_without_a_driver(code):
-    sampler = DeviceSampler(Nvml(device(), fails_with=code), environ={})
+    sampler = NvidiaSampler(Nvml(device(), fails_with=code), environ={})
 
     assert sampler.reason == "none: NVIDIA driver not found"
     assert sampler.sample({7}) == []
 
 
 def test_reason_names_the_drivers_error():
-    sampler = DeviceSampler(Nvml(fails_with=pynvml.NVML_ERROR_NO_PERMISSION), environ={})
+    sampler = NvidiaSampler(Nvml(fails_with=pynvml.NVML_ERROR_NO_PERMISSION), environ={})
 
     assert "Permission" in sampler.reason
 
 
 def test_reason_says_that_there_is_no_device():
-    assert "no NVIDIA device" in DeviceSampler(Nvml(), environ={}).reason
+    assert "no NVIDIA device" in NvidiaSampler(Nvml(), environ={}).reason
 
 
 def test_unsupported_gauges_are_missing():
@@ -142,7 +142,7 @@ def test_unsupported_gauges_are_missing():
         processes=UNSUPPORTED,
     )
 
-    [sample] = DeviceSampler(Nvml(mute), environ={}).sample({7})
+    [sample] = NvidiaSampler(Nvml(mute), environ={}).sample({7})
 
     assert sample.pop("device") == 0
     assert set(sample.values()) == {None}
@@ -150,7 +150,7 @@ def test_unsupported_gauges_are_missing():
 
 
 def test_older_driver_has_memory_without_reserved_bytes():
-    [sample] = DeviceSampler(Nvml(device(memory_v2=UNSUPPORTED)), environ={}).sample(set())
+    [sample] = NvidiaSampler(Nvml(device(memory_v2=UNSUPPORTED)), environ={}).sample(set())
 
     assert (sample["used_bytes"], sample["total_bytes"], sample["reserved_bytes"]) == (3 * GIB, 80 * GIB, None)
 
@@ -158,13 +158,13 @@ def test_older_driver_has_memory_without_reserved_bytes():
 def test_process_memory_hidden_by_the_driver_is_missing():
     hidden = device(processes=[SimpleNamespace(pid=7, usedGpuMemory=None)])
 
-    [sample] = DeviceSampler(Nvml(hidden), environ={}).sample({7})
+    [sample] = NvidiaSampler(Nvml(hidden), environ={}).sample({7})
 
     assert sample["process_used_bytes"] is None
 
 
 def test_process_memory_is_missing_for_pids_of_another_namespace():
-    [sample] = DeviceSampler(Nvml(device()), environ={}).sample({70, 80})
+    [sample] = NvidiaSampler(Nvml(device()), environ={}).sample({70, 80})
 
     assert sample["process_used_bytes"] is sample["other_used_bytes"] is None
 
@@ -180,7 +180,7 @@ def test_only_visible_mig_instances_are_sampled(selection, total_gib):
     ]
     environ = {} if selection is None else {"CUDA_VISIBLE_DEVICES": selection}
 
-    samples = DeviceSampler(Nvml(device(instances=parts), device("GPU-bb")), environ=environ).sample(set())
+    samples = NvidiaSampler(Nvml(device(instances=parts), device("GPU-bb")), environ=environ).sample(set())
 
     assert [one["total_bytes"] / GIB for one in samples] == total_gib
 
@@ -192,7 +192,7 @@ def test_only_visible_mig_instances_are_sampled(selection, total_gib):
 def test_devices_are_numbered_in_the_order_of_the_training(selection, celsius):
     nvml = Nvml(device("GPU-aa", celsius=1), device("GPU-bb", celsius=2), device("GPU-cc", celsius=3))
 
-    samples = DeviceSampler(nvml, environ={"CUDA_VISIBLE_DEVICES": selection}).sample(set())
+    samples = NvidiaSampler(nvml, environ={"CUDA_VISIBLE_DEVICES": selection}).sample(set())
 
     assert [one["temperature_celsius"] for one in samples] == celsius
     assert [one["device"] for one in samples] == list(range(len(celsius)))

@@ -88,6 +88,18 @@ def test_phases_add_up_over_the_micro_batches_of_a_step(world, cuda):
     assert duration_ns == sum(phases)
 
 
+def test_intel_gpu_is_timed_by_its_own_events(world, cuda, monkeypatch):
+    xpu = SimpleNamespace(
+        is_initialized=lambda: True, current_device=lambda: 0, Event=cuda.Event
+    )  # it captures no graphs
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(xpu=xpu))
+    times, session, rows = world
+    play(times, session, cuda, 0)
+    play(times, session, cuda, 1)
+    [(_, step, device, duration_ns, *phases)] = rows
+    assert (step, device, duration_ns) == (1, 0, sum(phases))
+
+
 def test_hook_never_waits_for_a_device_that_is_behind(world, cuda):
     times, session, rows = world
     cuda.done_ms = -1.0

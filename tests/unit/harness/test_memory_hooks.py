@@ -118,6 +118,28 @@ def test_every_device_in_use_is_recorded():
     assert malloc_async[0]["oom_count"] == MISSING_INT64, "it always says 0"
 
 
+def test_statistics_of_an_intel_gpu_are_read_by_the_same_names():
+    """torch.xpu documents these four, and has neither another allocator nor pinned statistics."""
+    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+    known, capacities = {name: STATS[name] for name in names}, []
+    xpu = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        memory_stats_as_nested_dict=lambda device: known,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=LIMIT),
+    )
+    idle = SimpleNamespace(is_initialized=lambda: False)
+    devices, written = DeviceGauges(SimpleNamespace(cuda=idle, xpu=xpu)), []
+    events = SimpleNamespace(append=lambda kind, **fields: capacities.append(fields["total_bytes"]))
+    devices.write(SimpleNamespace(device_memory=written.extend, events=events), 3, devices.read())
+    [(_, step, device, *values)] = written
+    told = dict(zip(NAMES, values, strict=True))
+    assert (step, device, capacities) == (3, 0, [LIMIT])
+    assert (told["allocated_bytes"], told["reserved_bytes"]) == (ALLOCATED, RESERVED)
+    assert told["inactive_split_bytes"] == told["pinned_allocated_bytes"] == MISSING_INT64
+    assert DeviceGauges(SimpleNamespace(cuda=idle, xpu=idle)).read() is None
+
+
 def test_reading_of_a_device_that_was_emptied_before_it_is_written_is_recorded():
     stats, written = [STATS], []
     current = SimpleNamespace(

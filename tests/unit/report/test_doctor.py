@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collector.agent.samplers import stack_dumps
-from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.devices import NvidiaSampler
 from collector.commands import checks as doctor_checks
 from tests.conftest import render
 from training_harness.installation import HOOKS
@@ -30,7 +30,7 @@ def test_doctor_has_no_remedies_on_a_good_machine(tmp_path):
         doctor_checks.check_pressure(HOST),
         doctor_checks.check_smaps("/proc", os.getpid()),
         doctor_checks.check_stacks(),
-        doctor_checks.check_devices(DeviceSampler(), Path("/proc")),
+        doctor_checks.check_devices(NvidiaSampler(), Path("/proc")),
         doctor_checks.check_lake(),
         doctor_checks.check_home(tmp_path / "not" / "yet"),
     ]

@@ -161,7 +161,8 @@ class OomHook(Hook):
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether CUDA's memory ran out, by torch's allocator or by an error of CUDA itself to a library."""
     text = str(error)
-    return type(error).__name__ == "OutOfMemoryError" or ("CUDA" in text and "out of memory" in text)
+    is_told = "out of memory" in text and any(name in text for name in ("CUDA", "HIP", "XPU"))
+    return type(error).__name__ == "OutOfMemoryError" or is_told
 
 
 def install(progress: Progress) -> OomHook:

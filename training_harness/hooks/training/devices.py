@@ -1,4 +1,4 @@
-"""CUDA devices in a training step: gauges of the allocator, and the time of each phase on the device.
+"""GPUs in a training step: gauges of the allocator, and the time of each phase on the device.
 
 One `device_memory` record per step and device in use, and one `device_time` record per sampled step. The host
 only launches kernels, so its clock does not show when they ran. CUDA events from a pool are recorded between the
@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from training_harness import session
-from training_harness.layout import ALL_DEVICES, RUN_DEVICES_VARIABLE
+from training_harness.hooks.accelerators import has_own_allocator, in_use, is_capturing
+from training_harness.layout import ALL_DEVICES, RUN_DEVICES_VARIABLE, visible_devices
 from training_harness.records import MISSING_INT64
 
 #: Number of readings between two searches for devices that came into use.
@@ -29,7 +30,6 @@ _RESCAN_READINGS = 64
 _MALLOC_ASYNC_STATS = ("allocated_bytes", "active_bytes", "reserved_bytes")
 _NO_GAUGE = {"current": MISSING_INT64, "peak": MISSING_INT64}
 _NO_POOLS = {"all": _NO_GAUGE}
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Nanoseconds between two sampled steps: recording the five events of one costs some 20 µs.
 SAMPLE_EVERY_NS = 20_000_000
 #: Number of steps whose events may be incomplete; on a device that is further behind no step is sampled.
@@ -77,21 +77,21 @@ class DeviceGauges:
         return self._active_devices is None or device in self._active_devices
 
     def read(self) -> Reading | None:
-        """Read the statistics now; None before CUDA is initialised."""
-        cuda = (self._torch or sys.modules["torch"]).cuda
-        if not cuda.is_initialized():
+        """Read the statistics now; None before an accelerator is initialised."""
+        accelerator = in_use(self._torch or sys.modules["torch"])
+        if accelerator is None:
             return None
-        stats_of = cuda.memory_stats_as_nested_dict
+        stats_of = accelerator.memory_stats_as_nested_dict
         if self._readings_count % _RESCAN_READINGS == 0:
-            self._is_native = cuda.get_allocator_backend() == "native"
+            self._is_native = has_own_allocator(accelerator)
             self._devices = [
-                device for device in range(cuda.device_count()) if any(_reserved(stats_of(device)).values())
+                device for device in range(accelerator.device_count()) if any(_reserved(stats_of(device)).values())
             ]
             # A reading that is written later may hold a device whose memory has been given back since.
             self._numbers |= {device: number_in_run(device) for device in self._devices}
             self._are_capacities_due = True
         self._readings_count += 1
-        pinned_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None) if self._devices else None
+        pinned_stats = getattr(accelerator, "host_memory_stats_as_nested_dict", None) if self._devices else None
         pinned = pinned_stats() if pinned_stats is not None else {}
         return Reading([(time.monotonic_ns(), device, stats_of(device)) for device in self._devices], pinned)
 
@@ -100,7 +100,7 @@ class DeviceGauges:
         if self._are_capacities_due:
             self._are_capacities_due = False
             for device in self._devices:
-                self._report_capacity(current, (self._torch or sys.modules["torch"]).cuda, device)
+                self._report_capacity(current, in_use(self._torch or sys.modules["torch"]), device)
         self._active_devices = active_devices = set[int]()
         records = []
         for time_ns, device, stats in reading.of_devices:
@@ -119,11 +119,11 @@ class DeviceGauges:
         before, self._allocated_totals[device] = self._allocated_totals.get(device), allocated_total
         return allocated_total != before or pools is None or any(pool["all"]["current"] for pool in pools.values())
 
-    def _report_capacity(self, current: session.Session, cuda: Any, device: int) -> None:
+    def _report_capacity(self, current: session.Session, accelerator: Any, device: int) -> None:
         """Write a `cuda-device` event with the device's memory and the share that the process may use, once."""
-        share_of = getattr(cuda, "get_per_process_memory_fraction", None)  # torch >= 2.6
+        share_of = getattr(accelerator, "get_per_process_memory_fraction", None)  # torch >= 2.6
         allowed_ratio = share_of(device) if share_of is not None and self._is_native else None
-        capacity = cuda.get_device_properties(device).total_memory, allowed_ratio
+        capacity = accelerator.get_device_properties(device).total_memory, allowed_ratio
         if self._capacities.get(device) != capacity:
             self._capacities[device] = capacity
             current.events.append(
@@ -171,8 +171,8 @@ def _reserved(stats: Mapping[str, Any]) -> dict[str, int]:
 
 
 def number_in_run(device: int) -> int:
-    """Return the run's number of a device that this process calls `device`; right only once CUDA is initialised."""
-    return renumber(device, os.environ.get(_VISIBLE), os.environ.get(RUN_DEVICES_VARIABLE))
+    """Return the run's number of a device that this process calls `device`; right only once it is in use."""
+    return renumber(device, visible_devices(os.environ), os.environ.get(RUN_DEVICES_VARIABLE))
 
 
 def renumber(device: int, visible: str | None, run_devices: str | None) -> int:
@@ -180,8 +180,8 @@ def renumber(device: int, visible: str | None, run_devices: str | None) -> int:
 
     Args:
         device: number of the device in the process.
-        visible: `CUDA_VISIBLE_DEVICES` of the process, None if it sees all.
-        run_devices: `CUDA_VISIBLE_DEVICES` of the run's command, `ALL_DEVICES` if it sees all; None if no command
+        visible: devices that the process may see, None if all.
+        run_devices: those of the run's command, `ALL_DEVICES` if it sees all; None if no command
             began the run.
     """
     if run_devices is None or visible == run_devices:
@@ -222,15 +222,15 @@ class DeviceTimes:
 
     def mark(self, phase: int) -> None:
         """Record an event at the end of a phase, one of `PHASES`, of the step."""
-        cuda = sys.modules["torch"].cuda
+        accelerator = in_use(sys.modules["torch"])
         if (
-            cuda.is_current_stream_capturing()  # an event would become part of the graph
-            or cuda.current_device() != self._device  # two devices share no clock
+            is_capturing(accelerator)  # an event would become part of the graph
+            or accelerator.current_device() != self._device  # two devices share no clock
             or len(self._marks) >= _MARKS_AT_MOST
         ):
             self.sampling = False
             return
-        event = self._pool.pop() if self._pool else cuda.Event(enable_timing=True)
+        event = self._pool.pop() if self._pool else accelerator.Event(enable_timing=True)
         event.record()
         self._marks.append((phase if phase in PHASES else OTHER, event))
 
@@ -246,15 +246,15 @@ class DeviceTimes:
 
     def begin_if_due(self, current: session.Session, now_ns: int) -> None:
         """Write the complete samples, and begin another if one is due, between two steps."""
-        cuda = sys.modules["torch"].cuda
-        if cuda.is_current_stream_capturing():  # querying an event would spoil the graph
+        accelerator = in_use(sys.modules["torch"])
+        if is_capturing(accelerator):  # querying an event would spoil the graph
             return
         while self._pending and self._pending[0].marks[-1][1].query():
             self._write(current, self._pending.popleft(), now_ns)
         if now_ns - self._last_sample_ns < SAMPLE_EVERY_NS or len(self._pending) >= _PENDING_STEPS:
             return
         self._last_sample_ns = now_ns
-        self._device = cuda.current_device()
+        self._device = accelerator.current_device()
         self.sampling = self._has_worked(self._device)
         if self.sampling:
             self.mark(_START)

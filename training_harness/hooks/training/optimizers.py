@@ -54,7 +54,7 @@ class OptimizerGauge:
                     total[part] += tensor.numel() * tensor.element_size()
         now_ns = time.monotonic_ns()
         for (kind, index), total in totals.items():
-            if kind in ("cpu", "cuda"):
+            if kind in ("cpu", "cuda", "xpu"):
                 current.optimizer(now_ns, _HOST if kind == "cpu" else number_in_run(index or 0), *total)
         self.due_ns = now_ns + max(_EVERY_NS, _PAUSE_RATIO * (time.thread_time_ns() - begun_cpu_ns))
 

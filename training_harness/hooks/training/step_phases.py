@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from training_harness import session
+from training_harness.hooks.accelerators import in_use, is_capturing
 from training_harness.hooks.heap import HeapGauge
 from training_harness.hooks.on_request.requests import Requests
 from training_harness.hooks.patching import Hook
@@ -61,14 +62,14 @@ class Progress:
         on_first_loader: callback for the first iteration of a DataLoader.
         sees_passes: whether the top-level module's calls are counted.
         thread: id of the thread that steps the optimizer, 0 before it has.
-        uses_cuda: whether CUDA is initialised, so that there are gauges to read; checked now and then.
+        uses_device: whether an accelerator is initialised, so that there are gauges to read; checked now and then.
         sees_copies: whether host to device copies are reported to `on_copy`.
         requests: work that waits for the end of a step.
         capabilities: name of a hook or a hook point -> whether this torch has it.
     """
 
     def __init__(self) -> None:
-        self.sees_copies = self.uses_cuda = False
+        self.sees_copies = self.uses_device = False
         self.on_first_loader: Callable[[], None] = lambda: None
         self.capabilities: dict[str, bool] = {}
         self.requests = Requests()
@@ -108,7 +109,7 @@ class Progress:
             self.forget()
             current.before_flush = self.calls.run
             announce(current, self.capabilities)
-        self._detect_cuda()
+        self._detect_device()
 
     def on_batch_request(self, now_ns: int, thread: int) -> None:
         """End the use of the last batch: a thread requests the next one. A repeated report changes nothing.
@@ -230,7 +231,7 @@ class Progress:
 
     def gauge(self, current: session.Session, reading: Reading | None = None) -> None:
         """Record the allocators, once per step and always in the same phase: as read before, or as they are now."""
-        if reading is None and self.uses_cuda:
+        if reading is None and self.uses_device:
             reading = self.read_gauges()
         if reading is not None:
             self._gauges_hook.attempt(self._gauges.write, current, self.step, reading)
@@ -255,7 +256,7 @@ class Progress:
         passes = self._passes if self.sees_passes else MISSING_INT32
         counts = self._batches, passes, samples
         current.step((now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, *counts, self.ended_by))
-        if self.uses_cuda and not self.calls.are_deferred:
+        if self.uses_device and not self.calls.are_deferred:
             self._device_times_hook.attempt(self._device_times.end_step, current, self.step, now_ns)
             self._defer_calls()
         self.step += 1
@@ -274,29 +275,29 @@ class Progress:
             self._heap_hook.attempt(self._heap.record, current)
         if self._at_boundary and now_ns >= self.requests.due_ns:
             self._serve(current)
-        if self._at_boundary and self.uses_cuda and self.calls.are_deferred:
+        if self._at_boundary and self.uses_device and self.calls.are_deferred:
             self._device_times_hook.attempt(self._device_times.begin_if_due, current, now_ns)
             self._defer_calls()
         self.calls.write(current, now_ns)
 
     def _serve(self, current: session.Session) -> None:
-        self._detect_cuda()
-        if self.uses_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
+        self._detect_device()
+        if self.uses_device and is_capturing(in_use(sys.modules["torch"])):
             return  # the requests can wait until the graph is there
         now_ns = self.requests.serve(current, self.step - 1)
         self.begin(now_ns)
-        self._detect_cuda()
+        self._detect_device()
 
-    def _detect_cuda(self) -> None:
-        """Find out whether there are CUDA gauges, which must be read at the moment of a call."""
+    def _detect_device(self) -> None:
+        """Find out whether there are gauges of a device, which must be read at the moment of a call."""
         torch = sys.modules.get("torch")
-        self.uses_cuda = torch is not None and torch.cuda.is_initialized()
+        self.uses_device = torch is not None and in_use(torch) is not None
         self._defer_calls()
 
     def _defer_calls(self) -> None:
-        """Defer the calls, unless some read CUDA at their moment: events of a sampled step, and gauges.
+        """Defer the calls, unless some read the device at their moment: events of a sampled step, and gauges.
 
         A call of the optimizer's hook carries the gauges with it. Where another unit ends the steps, none does.
         """
-        reads_cuda = self.uses_cuda and (self._device_times.sampling or self.ended_by != UNIT_OPTIMIZER)
-        self.calls.set_deferred(yes=not reads_cuda and self.requests.due_ns > 0)
+        reads_device = self.uses_device and (self._device_times.sampling or self.ended_by != UNIT_OPTIMIZER)
+        self.calls.set_deferred(yes=not reads_device and self.requests.due_ns > 0)

@@ -135,7 +135,7 @@ def install(progress: Progress) -> StepHook:
             if not current.process_started:
                 progress.announce(current)
             now_ns, cpu_ns, stepped = clock(), cpu_clock(), reference(optimizer)
-            is_due = progress.uses_cuda and calls.are_deferred and hook.may_lead(stepped)
+            is_due = progress.uses_device and calls.are_deferred and hook.may_lead(stepped)
             reading = progress.read_gauges() if is_due else None
             calls.log((hook, on_step_begin, now_ns, get_ident(), stepped, cpu_ns, reading))
         except Exception as error:
