@@ -156,7 +156,7 @@ def test_markdown_tables_hold_foreign_text(tmp_path):
     assert "\n- main-heap-leak: " in done.stdout
     assert "max_growth allows" in done.stderr
     table = tidegauge(tmp_path, "compare", "main-leak", "loss-list", "--format", "markdown").stdout.splitlines()
-    assert table[0] == "|  | metric | main-leak (baseline) | loss-list |"
+    assert table[0] == "|  | main-leak (baseline) | loss-list |"
     assert {line.count("|") for line in table} == {5}
     card = tidegauge(tmp_path, "report", "main-leak", "--format", "markdown").stdout
     assert card.startswith("```text\nTidegauge: main-leak")
