@@ -66,6 +66,7 @@ _MEASUREMENTS = {
     "backward": ("backward passes", "time of forward and backward, each"),
     "checkpoint": ("checkpoints", "when torch.save writes one"),
     "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
+    "thread": ("threads", "exceptions that end a thread of the training"),
     "compiler": ("torch.compile", "it leaves the hooks alone"),
     "stage:torch": ("copies", "copies to devices, conversions to tensors"),
     "stage:torch.nn.parallel.data_parallel": ("DataParallel", "its scatter, replicate and gather"),
