@@ -189,9 +189,10 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
 
 
 def memory_unit(entries: Sequence[report.ListEntry]) -> tuple[int, str]:
-    """Return the unit of the peaks, in bytes and in words: the largest one chooses it."""
+    """Return the unit of the peaks, in bytes and in words: MiB up to 10 GiB."""
     results = [entry.result for entry in entries if entry.result]
-    return byte_axis(max((max(r.host_peak_bytes or 0, r.device_peak_bytes or 0) for r in results), default=0))
+    largest = max((max(r.host_peak_bytes or 0, r.device_peak_bytes or 0) for r in results), default=0)
+    return byte_axis(largest / 10)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
@@ -365,7 +366,8 @@ def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], 
     history = report.history_of(command, entries)
     st.subheader(plain(f"Runs of `{history.command.text}`"), anchor=False)
     folder = f"in {history.command.folder}" if history.command.folder else ""
-    count = f"{len(history.runs)} of {len(entries)} runs"
+    parts = f"{len(history.runs)} of " if len(history.runs) < len(entries) else ""
+    count = f"{parts}{len(entries)} run{'' if len(entries) == 1 else 's'}"
     left_out = f"left out: {', '.join(history.left_out)}" if history.left_out else ""
     st.caption(plain(" · ".join(filter(None, [count, history.machine, folder, left_out]))))
     sentences = report.change_sentences(history)

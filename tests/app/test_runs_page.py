@@ -72,6 +72,7 @@ def test_one_run_has_a_row_and_no_history_yet(monkeypatch, tmp_path):
     (row,) = at.dataframe[0].value.to_dict("records")
     assert (row["Run"], row["Status"], row["Gravest finding"]) == ("healthy", "ended", "—")
     assert "four are needed" in texts(at)
+    assert "0 of 1 run · " in texts(at)  # it has not ended well
     assert not figures(at)
     assert at.selectbox[0].label == "Command"  # no controls of one run
 
@@ -264,5 +265,5 @@ def test_peaks_of_small_runs_are_in_mib():
 
     assert run_rows(entries(300.0 * 2**20, 150.0 * 2**20), UTC)["Peak"].tolist() == [300.0, 150.0]
     assert memory_unit(entries(300.0 * 2**20))[1] == "MiB"
-    assert run_rows(entries(3.0 * 2**30, 512.0 * 2**20), UTC)["Peak"].tolist() == [3.0, 0.5]
-    assert memory_unit(entries(3.0 * 2**30))[1] == "GiB"
+    assert run_rows(entries(30.0 * 2**30, 512.0 * 2**20), UTC)["Peak"].tolist() == [30.0, 0.5]
+    assert memory_unit(entries(30.0 * 2**30))[1] == "GiB"
