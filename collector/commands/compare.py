@@ -159,7 +159,7 @@ def _examined(run: Run) -> ExaminedRun:
 
 
 def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form: str) -> None:
-    from collector.budget import as_json, details, markdown_details, table
+    from collector.budget import all_details, as_json, markdown_details, table
 
     if form == "json":
         body = as_json(run.run_id, None if baseline is None else baseline.run_id, judgements)
@@ -176,6 +176,5 @@ def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form:
                 say(one_line(each.sentence))
     else:
         show_table(table(judgements))
-        for each in judgements:
-            if each.status != "within":
-                click.echo("\n" + printable("\n  ".join(details(each))))
+        for lines in all_details(judgements):
+            click.echo("\n" + printable("\n  ".join(lines)))
