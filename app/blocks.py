@@ -287,13 +287,18 @@ def _draw_actions(finding: Finding) -> None:
 
 def _evidence_table(measurements: Sequence[Evidence]) -> str:
     cells = ([_cell(text) for text in row] for row in report.evidence_rows(measurements))
-    rows = [f"| {name} | {value} | :gray[{sample}] |" for name, value, sample in cells]
+    rows = [f"| {name} | {_unbroken(value)} | :gray[{_unbroken(sample)}] |" for name, value, sample in cells]
     return "\n".join(["| Measurement | Value | Sample |", "|:--|--:|:--|", *rows])
 
 
 def _facts_table(block: Facts) -> str:
     rows = (f"| {_cell(name)} | {_cell(value)} |" for name, value in block.rows)
     return "\n".join([f"| {block.headings[0]} | {block.headings[1]} |", "|:--|:--|", *rows])
+
+
+def _unbroken(text: str) -> str:
+    """Return a text that a narrow table breaks after a comma only."""
+    return text.replace(" ", "\u00a0").replace(",\u00a0", ", ").replace("-", "\u2011")
 
 
 def _cell(text: str) -> str:

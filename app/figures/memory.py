@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -130,8 +132,8 @@ def open_files(lines: Lines, theme: Theme, *, limit_count: float) -> TimeChart:
     """Draw open files of processes, and their limit if a process comes within a factor of three of it."""
     figure = over_time(theme, y_title="open files (count)")
     by_place = {str(name): points for name, points in lines.points.groupby("series")}
-    for place, (name, colour, _) in enumerate(_colours(by_place, theme)):
-        style = {"dash": DASHES[place % len(DASHES)]}
+    for name, colour, turn in _colours(by_place, theme):
+        style = {"dash": DASHES[turn % len(DASHES)]}
         figure.add_trace(sample_line(name, by_place[name], colour, "files", line=style))
     peak = lines.points["value"].max()
     if peak * 3 > limit_count:
@@ -190,16 +192,18 @@ def per_process(
 
 
 def _colours(names: Iterable[str], theme: Theme) -> Iterator[tuple[str, str, int]]:
-    """Yield each place with its colour, and how often that was used before: the training process has its own."""
+    """Yield each place with its colour, and how often that was used before: the training process has its own.
+
+    The numbers in a place's name choose its colour: a worker has the same in all charts.
+    """
     others = [colour for colour in theme.series if colour != theme.main]
-    taken, has_main = 0, False
+    taken: Counter[str] = Counter()
     for name in names:
-        if name.endswith(MAIN_PLACE) and not has_main:
-            has_main = True
-            yield name, theme.main, 0
-        else:
-            yield name, others[taken % len(others)], taken // len(others)
-            taken += 1
+        is_first_main = name.endswith(MAIN_PLACE) and not taken[theme.main]
+        number = sum(map(int, re.findall(r"\d+", name)))
+        colour = theme.main if is_first_main else others[number % len(others)]
+        yield name, colour, taken[colour]
+        taken[colour] += 1
 
 
 def unread(places: pd.DataFrame, metric: str) -> str:

@@ -74,8 +74,8 @@ def collector_timing(lines: Mapping[str, Lines], theme: Theme) -> TimeChart:
 
 
 def collector_memory(lines: Lines, theme: Theme) -> TimeChart:
-    """Draw the resident memory of the collector of each host."""
-    figure = over_time(theme, y_title="RSS (MiB)")
+    """Draw the private memory of the collector of each host."""
+    figure = over_time(theme, y_title="private dirty (MiB)")
     for number, (host, points) in enumerate(lines.points.groupby("series")):
         colour = theme.series[number % len(theme.series)]
         figure.add_trace(sample_line(str(host), points, colour, "MiB", scale=MIB))

@@ -54,7 +54,11 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
                 percent(table["cpu_ratio"].max()),
                 f"Share of one core; reading smaps takes {percent(slowest['smaps_ratio'])}, {n}",
             ),
-            Metric("Collector RSS", size(table["rss_bytes"].max()), "Resident memory at its newest sample"),
+            Metric(
+                "Collector memory",
+                size(table["private_peak_bytes"].max()),
+                "Peak of its private dirty memory: what the machine gets back when it ends",
+            ),
         ]
     )
 
@@ -66,7 +70,7 @@ def _timing(moment: Moment) -> Iterator[Block]:
 
 
 def _collector_memory(moment: Moment) -> Iterator[Block]:
-    lines = queries.collector_lines(moment.snapshot, moment.span)["rss"]
+    lines = queries.collector_memory(moment.snapshot, moment.span)
     if not lines.points.empty:
         yield samples.collector_memory(lines, moment.theme)
 
@@ -88,7 +92,7 @@ def _hosts(moment: Moment) -> Iterator[Block]:
             "Records in the lake": [number(count) for count in table["ingested_count"]],
             "Records lost": [number(count) for count in table["lost_count"]],
             "CPU": [percent(ratio) for ratio in table["cpu_ratio"]],
-            "RSS, last": [size(value) for value in table["rss_bytes"]],
+            "Private, peak": [size(value) for value in table["private_peak_bytes"]],
             "RSS, peak": [size(value) for value in table["rss_peak_bytes"]],
         },
     )

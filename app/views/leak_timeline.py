@@ -14,7 +14,7 @@ from app.shared_panels import NO_PROCESS, open_files, shared_memory
 from collector.diagnosis import MIN_POINTS
 from collector.findings import KINDS
 from collector.store import queries
-from collector.units import MISSING, duration, growth, number, size
+from collector.units import MISSING, duration, growth, is_known, number, size
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 #: Number of lines that a reader can tell apart; the steepest are drawn.
@@ -66,23 +66,18 @@ def _table(moment: Moment) -> Iterator[Block]:
     if rows.empty:
         return
     alive = "alive" if moment.is_running else MISSING
-    # RSS is sampled at each tick, smaps only as often as the budget allows: RSS shows a trend earlier.
-    rows["by_rss"] = rows["private_dirty_slope"].isna() & rows["rss_slope"].notna()
-    for column in ("slope", "count"):
-        rows[column] = rows[f"private_dirty_{column}"].where(~rows["by_rss"], rows[f"rss_{column}"])
-    rows = rows.sort_values("slope", ascending=False, na_position="last").head(50)
-    slopes = zip(rows["slope"], rows["by_rss"], strict=True)
+    rows = rows.sort_values(["private_dirty_slope", "rss_slope"], ascending=False, na_position="last").head(50)
     caption = (
-        f"Slope: least squares over n samples of private dirty {_slope_window(moment)}. With fewer than "
-        f"{MIN_POINTS} samples it is that of RSS, marked (RSS), or {MISSING}. Other columns: last values."
+        f"Slope: least squares over n samples {_slope_window(moment)}; {MISSING} for fewer than {MIN_POINTS}. "
+        "RSS is blind to copy-on-read growth. Other columns: last values."
     )
     yield moment.table(
         "processes",
         caption,
         {
             "Process": rows["series"],
-            "Slope": [f"{growth(slope)} (RSS)" if by_rss else growth(slope) for slope, by_rss in slopes],
-            "n": [number(count) for count in rows["count"]],
+            "Slope, private dirty": _slopes(rows, "private_dirty"),
+            "Slope, RSS": _slopes(rows, "rss"),
             "Pid": rows["pid"].astype(str),
             "Seen for": [duration(s) for s in rows["last_seconds"] - rows["first_seconds"]],
             "State": ["ended" if ended else alive for ended in rows["ended"].fillna(False)],
@@ -96,6 +91,12 @@ def _table(moment: Moment) -> Iterator[Block]:
 def _processes(moment: Moment) -> pd.DataFrame:
     """Return the processes; a slope has at least as many samples as the diagnosis needs."""
     return queries.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
+
+
+def _slopes(rows: pd.DataFrame, metric: str) -> list[str]:
+    """Return slopes in words: `+2.95 MiB/s (n = 12)`."""
+    pairs = zip(rows[f"{metric}_slope"], rows[f"{metric}_count"], strict=True)
+    return [f"{growth(slope)} (n = {number(n)})" if is_known(slope) else MISSING for slope, n in pairs]
 
 
 def _slope_window(moment: Moment) -> str:

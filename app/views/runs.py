@@ -14,7 +14,7 @@ import streamlit as st
 from app import pages
 from app.blocks import Note, Table, draw
 from app.figures.history import trend
-from app.format import first_line, plain
+from app.format import byte_axis, first_line, plain
 from app.runtime.drawing import viewer_zone
 from app.runtime.visitors import may_edit, runs_or_reason
 from app.theme import Theme, theme_of
@@ -29,7 +29,6 @@ QUESTION = "What changed from run to run?"
 MAX_COMPARED = 4
 #: Height of the table in pixels: a header and ten rows.
 _TABLE_HEIGHT = 400
-_GIB = 2**30
 _ALL = "all commands"
 #: Keys of the session's state: the facts that the form shows, and what to say after a change.
 _SHOWN, _SAID = "tidegauge-runs-form", "tidegauge-runs-said"
@@ -152,7 +151,7 @@ def edit_between(shown: Facts, entered: Facts) -> Edit:
 
 def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
     """Return one row per run. Figures stay numbers, so that the table sorts by them. Pure."""
-    results = [entry.result for entry in entries]
+    results, scale = [entry.result for entry in entries], memory_unit(entries)[0]
     columns: dict[str, Any] = {
         "Run": [entry.name or entry.run_id for entry in entries],
         "Started": pd.to_datetime([entry.started_seconds or math.nan for entry in entries], unit="s", utc=True)
@@ -160,9 +159,9 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
         .tz_localize(None),
         "Status": [entry.status for entry in entries],
         "Gravest finding": [entry.gravest or MISSING for entry in entries],
-        "Memory": [[value / _GIB for value in result.memory_bytes] if result else [] for result in results],
-        "Peak": [_scaled(result.host_peak_bytes, _GIB) if result else None for result in results],
-        "GPU peak": [_scaled(result.device_peak_bytes, _GIB) if result else None for result in results],
+        "Memory": [[value / scale for value in result.memory_bytes] if result else [] for result in results],
+        "Peak": [_scaled(result.host_peak_bytes, scale) if result else None for result in results],
+        "GPU peak": [_scaled(result.device_peak_bytes, scale) if result else None for result in results],
     }
     units = dict.fromkeys(result.throughput_unit for result in results if result and result.throughput)
     for unit in units or ("samples/second",):
@@ -187,6 +186,13 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
     return table.drop(
         columns=[name for name in optional if (table[name].isna() | table[name].isin(["", False])).all()]
     )
+
+
+def memory_unit(entries: Sequence[report.ListEntry]) -> tuple[int, str]:
+    """Return the unit of the peaks, in bytes and in words: MiB up to 10 GiB."""
+    results = [entry.result for entry in entries if entry.result]
+    largest = max((max(r.host_peak_bytes or 0, r.device_peak_bytes or 0) for r in results), default=0)
+    return byte_axis(largest / 10)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
@@ -217,6 +223,8 @@ def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
         return []
     config = st.column_config
     table = run_rows(shown, viewer_zone())
+    unit = memory_unit(shown)[1]
+    peak_format = f"%.{2 if unit == 'GiB' else 0}f {unit}"
     rates = {name: config.NumberColumn(format="%.3g", width=90) for name in table.columns if "/s" in name}
     event: Any = st.dataframe(
         table,
@@ -236,10 +244,10 @@ def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
                 width=110, help="PSS of the training's processes together, from the start to the end of the run"
             ),
             "Peak": config.NumberColumn(
-                format="%.2f GiB", width=85, help="Highest PSS of the training's processes"
+                format=peak_format, width=85, help="Highest PSS of the training's processes"
             ),
             "GPU peak": config.NumberColumn(
-                format="%.2f GiB", width=85, help="Most memory that PyTorch's allocator reserved on a device"
+                format=peak_format, width=85, help="Most memory that PyTorch's allocator reserved on a device"
             ),
             **rates,
             "Data wait": config.NumberColumn(format="%.0f%%", width=80),
@@ -358,7 +366,8 @@ def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], 
     history = report.history_of(command, entries)
     st.subheader(plain(f"Runs of `{history.command.text}`"), anchor=False)
     folder = f"in {history.command.folder}" if history.command.folder else ""
-    count = f"{len(history.runs)} of {len(entries)} runs"
+    parts = f"{len(history.runs)} of " if len(history.runs) < len(entries) else ""
+    count = f"{parts}{len(entries)} run{'' if len(entries) == 1 else 's'}"
     left_out = f"left out: {', '.join(history.left_out)}" if history.left_out else ""
     st.caption(plain(" · ".join(filter(None, [count, history.machine, folder, left_out]))))
     sentences = report.change_sentences(history)

@@ -78,7 +78,7 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
             f"{duration(seen.wait_seconds)} over {_batches(recent_loop)}. The Overview has it over the whole run",
         ),
         Metric(
-            "Waits mostly for",
+            "Largest part of the wait",
             f"{report.part(most)} {percent(seconds / waited)}",
             "What the worker of the awaited batch was doing; Pipeline stages shows the full split",
         ),
@@ -163,7 +163,10 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
     recent_loop = recent(moment)
     if recent_loop is None:
         return
-    outlook = recent_loop.outlook
+    outlook, rank = recent_loop.outlook, recent_loop.seen.loop.rank
+    slow = [f for f in moment.findings if f.kind == "slow-worker" and _is_at(f.locus, moment.loader, rank)]
+    if slow:  # advice against more workers and a prediction for more would contradict each other
+        outlook = f"the replay takes workers for equally fast, and worker {slow[0].locus.worker} is slower"
     if isinstance(outlook, str):
         yield Note(f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
         return
@@ -250,10 +253,7 @@ def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     if of_loop[0].kind == "cannot-tell":
         return ", and the cause is not known: the reason is below"
     if of_loop[0].kind == "compute-bound":  # a finding about the whole run
-        return (
-            ", but over the whole run hardly for batches that were not made yet: "
-            f"see {report.title(of_loop[0])} below"
-        )
+        return f"; over the whole run its batches were made in time: see {report.title(of_loop[0])} below"
     return f": see {report.title(of_loop[0])} below"
 
 

@@ -2,14 +2,14 @@
 
 from collector.budget.figures import ExaminedRun, Figure, figures_of
 from collector.budget.judgement import Judgement, judge_budget
-from collector.budget.output import as_json, details, markdown_details, table
+from collector.budget.output import all_details, as_json, markdown_details, table
 
 __all__ = [
     "ExaminedRun",
     "Figure",
     "Judgement",
+    "all_details",
     "as_json",
-    "details",
     "figures_of",
     "judge_budget",
     "markdown_details",

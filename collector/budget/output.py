@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -20,11 +20,11 @@ _MARKS = {"within": "✔ within", "beyond": "✖ beyond", "not judged": "? not j
 def table(judgements: Iterable[Judgement]) -> Table:
     """Draw one row per measure; its result is a word, not the mark alone."""
     rows = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("", "measure", "budget", "measured", "result"):
-        rows.add_column(head, no_wrap=head != "measured", overflow="fold", style="dim" if head == "measure" else "")
+    for head in ("", "budget", "measured", "result"):
+        rows.add_column(head, no_wrap=head != "measured", overflow="fold")
     for each in judgements:
         limit = f"{'at least' if each.measure.is_floor else 'at most'} {each.limit_words}"
-        rows.add_row(each.measure.title, each.measure.name, limit, each.measured_words, _MARKS[each.status])
+        rows.add_row(each.measure.title, limit, each.measured_words, _MARKS[each.status])
     return rows
 
 
@@ -37,13 +37,25 @@ def details(judgement: Judgement) -> list[str]:
     return [judgement.sentence, f"{wording.title(finding)}: {finding.summary}", *advice, *_evidence(finding)]
 
 
+def all_details(judgements: Iterable[Judgement]) -> Iterator[list[str]]:
+    """Yield the details of each judgement that is not `within`; a finding that explains several is told once."""
+    told: list[Finding] = []
+    for each in judgements:
+        lines, finding = details(each), each.figure.finding
+        if finding is not None and finding in told:
+            lines[1:] = [f"{wording.title(finding)}: as above"]
+        elif finding is not None and len(lines) > 1:
+            told.append(finding)
+        if each.status != "within":
+            yield lines
+
+
 def markdown_details(judgements: Iterable[Judgement]) -> str:
     """Return the judgements that are not `within` as Markdown: a sentence each, and a list of what explains it."""
     parts = []
-    for each in judgements:
-        if each.status != "within":
-            sentence, *rest = map(markdown_text, details(each))
-            parts.append("\n".join([f"**{sentence}**", "", *(f"- {line}" for line in rest)]).rstrip())
+    for lines in all_details(judgements):
+        sentence, *rest = map(markdown_text, lines)
+        parts.append("\n".join([f"**{sentence}**", "", *(f"- {line}" for line in rest)]).rstrip())
     return "\n\n".join(parts)
 
 

@@ -67,6 +67,7 @@ _MEASUREMENTS = {
     "checkpoint": ("checkpoints", "when torch.save writes one"),
     "exit": ("messages of sys.exit", "why a script ended itself, and where"),
     "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
+    "thread": ("threads", "exceptions that end a thread of the training"),
     "compiler": ("torch.compile", "it leaves the hooks alone"),
     "stage:torch": ("copies", "copies to devices, conversions to tensors"),
     "stage:torch.nn.parallel.data_parallel": ("DataParallel", "its scatter, replicate and gather"),

@@ -49,7 +49,8 @@ def _parse_conditions(
     multiple=True,
     callback=_parse_conditions,
     metavar="METRIC>PERCENT",
-    help="Exit with 3 if METRIC has grown by more than PERCENT against the baseline; METRIC<-PERCENT: has shrunk.",
+    help="Exit with 3 if METRIC (data_wait, samples, step_p50, …) has grown by more than PERCENT against "
+    "the baseline; METRIC<-PERCENT: has shrunk.",
 )
 @format_option("text", "json", "markdown")
 @home_option
@@ -69,13 +70,17 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
     if form == "json":
         sys.stdout.write(json.dumps(comparison.as_json(figures, differing), indent=1, allow_nan=False) + "\n")
     else:
-        table = comparison.table(figures, differing)
+        tables = [comparison.table(figures)]
+        if differing:
+            tables.append(comparison.settings_table([*figures], differing))
         if form == "markdown":
             from collector.report.terminal import markdown_table
 
-            sys.stdout.write(markdown_table(table))
+            sys.stdout.write("\n".join(map(markdown_table, tables)))
         else:
-            show_table(table)
+            for place, table in enumerate(tables):
+                click.echo("\n" * bool(place), nl=False)
+                show_table(comparison.split_headings(table))
     lines = comparison.violations(conditions, figures)
     for line in lines:
         click.echo(f"tidegauge: {line}", err=True)
@@ -154,7 +159,7 @@ def _examined(run: Run) -> ExaminedRun:
 
 
 def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form: str) -> None:
-    from collector.budget import as_json, details, markdown_details, table
+    from collector.budget import all_details, as_json, markdown_details, table
 
     if form == "json":
         body = as_json(run.run_id, None if baseline is None else baseline.run_id, judgements)
@@ -171,6 +176,5 @@ def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form:
                 say(one_line(each.sentence))
     else:
         show_table(table(judgements))
-        for each in judgements:
-            if each.status != "within":
-                click.echo("\n" + printable("\n  ".join(details(each))))
+        for lines in all_details(judgements):
+            click.echo("\n" + printable("\n  ".join(lines)))

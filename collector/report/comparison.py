@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from collector.diagnosis import ROWS_PER_STREAM, Verdict
 from collector.errors import TidegaugeError
 from collector.store.queries import collector_health, loading, process_memory, spans, training_steps
 from collector.units import MISSING, is_known, number, quantity
 
+#: Time that a run's id begins with.
+_TIME_OF_ID = re.compile(r"^(\d{8}-\d{6}-)")
 _CONDITION = re.compile(r"(?P<name>\w+)\s*(?P<sign>[<>])\s*(?P<percent>[-+]?\d+(\.\d+)?)\s*%?")
 
 
@@ -116,7 +117,8 @@ def words(measure: Measure, first: Measure | None = None) -> str:
         points = 100 * ((measure.value or 0.0) - (first.value or 0.0))
         details.append(f"{points:+z.1f} points" if measure.unit == "ratio" else f"{change:+z.1%}")
     details += [f"n = {measure.n:,}"] if measure.n is not None else []
-    text = quantity(measure.value, measure.unit)
+    base, _, per = measure.unit.partition("/")  # the label says of what the rate is
+    text = quantity(measure.value, f"/{per}" if per else base)
     return f"{text} ({', '.join(details)})" if details else text
 
 
@@ -220,20 +222,34 @@ def as_json(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, S
     }
 
 
-def table(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, Sequence[str]]) -> Table:
-    """Draw the figures, then the differing settings; one column per run, that of the baseline first."""
-    rows = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("metric", no_wrap=True, style="dim")
+def table(runs: Mapping[str, Mapping[str, Measure]]) -> Table:
+    """Draw the figures, one column per run, that of the baseline first."""
+    rows = _empty_table("")
     baseline, first = next(iter(runs.items()))
     for run_id in runs:
-        rows.add_column(baseline_words(run_id) if run_id == baseline else run_id, overflow="fold")
+        rows.add_column(baseline_words(run_id) if run_id == baseline else run_id)
     for name, measure in first.items():
         if any(is_known(figures[name].value) for figures in runs.values()):
             others = [words(figures[name], measure) for figures in list(runs.values())[1:]]
-            rows.add_row(measure.label, name, words(measure), *others)
-    if differing:
-        rows.add_row(Text())
-        for name, values in differing.items():
-            rows.add_row(name, "", *values)
+            rows.add_row(measure.label, words(measure), *others)
+    return rows
+
+
+def settings_table(run_ids: Sequence[str], differing: Mapping[str, Sequence[str]]) -> Table:
+    """Draw the settings that differ, one row per setting and run."""
+    rows = _empty_table("setting", "run", "value")
+    for name, values in differing.items():
+        for run_id, value in zip(run_ids, values, strict=True):
+            rows.add_row(name, run_id, value)
+    return rows
+
+
+def _empty_table(*headings: str) -> Table:
+    return Table(*headings, box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def split_headings(rows: Table) -> Table:
+    """Break each run's id in its heading after its time, so that columns fit into a terminal."""
+    for column in rows.columns:
+        column.header = _TIME_OF_ID.sub(r"\1\n", str(column.header)).replace(" (", "\n(")
     return rows

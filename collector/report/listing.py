@@ -173,19 +173,20 @@ def _read_entry(
 def run_table(runs: Iterable[ListEntry]) -> Table:
     """Draw id, name and tags, status, steps, duration and the gravest finding of each run, in the given order."""
     runs = list(runs)
-    table = _plain_table()
+    table = _plain_table(gap=1)
     table.add_column("run", no_wrap=True)
     if has_labels := any(map(_label, runs)):
         table.add_column("name, tags", overflow="fold")
     table.add_column("status", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("duration", justify="right", no_wrap=True)
-    table.add_column("finding", overflow="fold")
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("finding", no_wrap=True, overflow="ellipsis")
     for run in runs:
         result = run.result
         steps, length = (number(result.steps), duration(result.duration_seconds)) if result else (MISSING, MISSING)
         label = [_label(run)] if has_labels else []
-        table.add_row(run.run_id, *label, run.status, steps, length, run.gravest or MISSING)
+        finding = (run.gravest or MISSING).replace("critical:", "✖").replace("warning:", "▲")  # as on the card
+        table.add_row(run.run_id, *label, run.status, steps, length, finding)
     return table
 
 
@@ -220,8 +221,8 @@ def prune_table(candidates: Iterable[StoredRun]) -> Table:
     return table
 
 
-def _plain_table() -> Table:
-    return Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+def _plain_table(*, gap: int = 2) -> Table:
+    return Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
 
 
 def _text(value: object) -> str | None:

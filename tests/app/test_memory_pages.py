@@ -71,13 +71,13 @@ def per_second(text):
 def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, home_with_startup_peak):
     at = open_view(monkeypatch, home_with_startup_peak, "leak_timeline")
     table = at.dataframe[0].value
-    assert table.columns[:2].tolist() == ["Process", "Slope"]
-    slopes = table.set_index("Process")["Slope"]
+    assert table.columns[:3].tolist() == ["Process", "Slope, private dirty", "Slope, RSS"]
+    slopes = table.set_index("Process")["Slope, private dirty"].str.replace(r" \(n = \d+\)", "", regex=True)
     assert abs(per_second(slopes["training process"])) < 0.1
     assert slopes["loader 0 worker 2"] == "—"
     assert "collector" not in slopes  # its memory is on Agent health
     assert "from the first step (2.1 s to 42 s)" in texts(at)
-    assert "With fewer than 12" in texts(at)
+    assert "— for fewer than 12" in texts(at)
 
 
 def test_limit_that_the_kernel_enforced_is_met(monkeypatch, tmp_path):
@@ -87,9 +87,10 @@ def test_limit_that_the_kernel_enforced_is_met(monkeypatch, tmp_path):
     assert limits["host memory"] == "not forecast"
 
 
-def test_slope_from_rss_is_labelled_rss(monkeypatch, homes):
-    table = open_view(monkeypatch, homes["no-smaps"], "leak_timeline").dataframe[0].value
-    assert table["Slope"].str.endswith("/s (RSS)").all()
+def test_each_slope_is_of_the_measurement_that_its_column_names(monkeypatch, homes):
+    unread = open_view(monkeypatch, homes["no-smaps"], "leak_timeline").dataframe[0].value
+    assert (unread["Slope, private dirty"] == "—").all()
+    assert unread["Slope, RSS"].str.contains(r"/s \(n = \d+\)$").all()
 
 
 def test_total_names_the_processes_that_it_lacks(monkeypatch, home_with_lost_worker):

@@ -1,5 +1,6 @@
 """The page Runs: its table, the notes on a run, deletion, and the history of a command."""
 
+from datetime import UTC
 from types import SimpleNamespace
 
 import make_run as runs
@@ -7,10 +8,11 @@ import pytest
 from dashboard_pages import figures, open_view, texts
 
 from app.runtime import visitors
-from app.views.runs import Facts, edit_between, parse_tags
+from app.views.runs import Facts, edit_between, memory_unit, parse_tags, run_rows
 from collector.diagnosis import diagnose, load_tables
 from collector.findings import identity
 from collector.report.known import change_known
+from collector.report.listing import ListEntry
 from collector.report.results import Result, ResultFinding, save_result
 from collector.store import Edit, annotate
 from collector.store.runs.run import Run
@@ -70,6 +72,7 @@ def test_one_run_has_a_row_and_no_history_yet(monkeypatch, tmp_path):
     (row,) = at.dataframe[0].value.to_dict("records")
     assert (row["Run"], row["Status"], row["Gravest finding"]) == ("healthy", "ended", "—")
     assert "four are needed" in texts(at)
+    assert "0 of 1 run · " in texts(at)  # it has not ended well
     assert not figures(at)
     assert at.selectbox[0].label == "Command"  # no controls of one run
 
@@ -253,3 +256,14 @@ def test_only_local_or_named_visitors_may_edit(monkeypatch, address, host, secre
     )
     monkeypatch.setattr(visitors, "st", server)
     assert visitors.may_edit() is expected
+
+
+def test_peaks_of_small_runs_are_in_mib():
+    def entries(*peaks):
+        results = [Result(status="finished", host_peak_bytes=peak) for peak in peaks]
+        return [ListEntry(run_id=str(i), status="finished", result=result) for i, result in enumerate(results)]
+
+    assert run_rows(entries(300.0 * 2**20, 150.0 * 2**20), UTC)["Peak"].tolist() == [300.0, 150.0]
+    assert memory_unit(entries(300.0 * 2**20))[1] == "MiB"
+    assert run_rows(entries(30.0 * 2**30, 512.0 * 2**20), UTC)["Peak"].tolist() == [30.0, 0.5]
+    assert memory_unit(entries(30.0 * 2**30))[1] == "GiB"

@@ -1,5 +1,6 @@
 """The text of the pages about waiting and lag: amounts, units, loops and reasons."""
 
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from collector.diagnosis.verdict import diagnose
 from collector.findings import Evidence, Finding, Locus, Rate
 from collector.store.lake.ingest import IngestResult
 from collector.store.runs.run import Run
+from tests.recorded_runs import unpack
 from training_harness.journal import EventLog, Identity
 
 MEASURED = tuple(Evidence(name=name, value=0.5, unit="ratio", n=9, window="run") for name in ("one", "two"))
@@ -80,7 +82,7 @@ def test_headline_refers_to_the_finding_below():
         limited_by="oversubscribed",
     )
     headline = headline_of(recent_of(), crowded)
-    assert "of its time over the last 200 batches, but over the whole run hardly for batches" in headline
+    assert "over the last 200 batches; over the whole run its batches were made in time" in headline
     assert headline.endswith("see compute-bound (oversubscribed) below.")
     assert "keeps up" not in headline
     assert headline_of(recent_of(), info("epoch-refill", "?")).endswith(
@@ -125,8 +127,19 @@ def test_inline_loading_has_no_charts_of_workers(monkeypatch, homes):
     assert at.dataframe[0].value["Fetch p50"].tolist() != ["—"]
 
 
-def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, homes):
+def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch, homes):
     at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
+    assert "Do not add workers for this" in texts(at)
+    assert "No what-if: the replay takes workers for equally fast, and worker 1 is slower." in texts(at)
+    assert not at.slider
+    assert re.search(
+        "n\u00a0=\u00a0\\d+, \\d+\u2011\\d+\u00a0s", texts(at)
+    )  # breaks at the comma
+
+
+def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, tmp_path):
+    unpack("workers-too-slow", tmp_path)
+    at = open_view(monkeypatch, tmp_path, "worker_stalls")
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Throughput"].endswith(" samples/s")
     assert shown["90% interval"].endswith(" samples/s")

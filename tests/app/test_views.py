@@ -363,9 +363,19 @@ def test_agent_health_shows_reporting_workers_and_cost(monkeypatch, homes):
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Workers reporting"] == "2 of 2"
     assert shown["Interval p50 / p95"] == "501 ms / 502 ms"
-    assert shown["Collector RSS"] == "90 MiB"
+    assert shown["Collector memory"] == "—"  # its private memory was not read
     assert shown["Collector CPU"] == "0.5%"
     assert at.dataframe[0].value["Records in the lake"].tolist() == ["3,950"]
+
+
+def test_agent_health_and_the_card_tell_the_same_memory_of_the_collector(monkeypatch, tmp_path):
+    unpack("slow-worker", tmp_path)
+    verdict = diagnose(load_tables(list_runs(tmp_path)[0].path))
+    at = open_view(monkeypatch, tmp_path, "agent_health")
+    private = size(verdict.summary["overhead"]["collector_private_dirty_bytes"])
+    assert {metric.label: metric.value for metric in at.metric}["Collector memory"] == private
+    assert at.dataframe[0].value["Private, peak"].tolist() == [private]
+    assert figures(at)[1]["layout"]["yaxis"]["title"]["text"] == "private dirty (MiB)"
 
 
 def test_each_figure_explains_its_terms(monkeypatch, homes):

@@ -1,6 +1,6 @@
 """Named queries over a snapshot of a run, one module per subject, and the words that they share."""
 
-from collector.store.queries.collector_health import agent_summary, collector_lines
+from collector.store.queries.collector_health import agent_summary, collector_lines, collector_memory
 from collector.store.queries.gpu_memory import cache_flushes, cuda_errors, device_grid, device_lines, devices
 from collector.store.queries.lines import Lines
 from collector.store.queries.loading import (
@@ -60,6 +60,7 @@ __all__ = [
     "batch_waits",
     "cache_flushes",
     "collector_lines",
+    "collector_memory",
     "cuda_errors",
     "device_grid",
     "device_lines",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
-from collector.store.queries.lines import Lines, lines
-from collector.store.queries.spans import Queryable, Span, only
+from collector.store.queries.lines import Lines, lines, rollup_lines
+from collector.store.queries.spans import GRID_BUCKETS, Queryable, Span, bucket_source, only, rollup_view
 from collector.store.rollups import tables
+from training_harness.records import ROLE_COLLECTOR
+
+#: SQL: a row of the rollups of `process` is a collector's.
+_IS_COLLECTOR = f"role_newest = {ROLE_COLLECTOR}"
 
 
 def sample_counts(snapshot: Queryable, most: int) -> dict[str, int]:
@@ -36,7 +40,7 @@ def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
     Returns:
         host, n (its ticks), interval_ms and interval_p95_ms (achieved between two samples), lag_seconds (newest age
         of the oldest record outside the lake), ingested_count, lost_count, cpu_ratio (of one core), smaps_ratio (of
-        one core, for reading smaps), rss_bytes and rss_peak_bytes.
+        one core, for reading smaps), private_peak_bytes (private dirty memory) and rss_peak_bytes.
 
     """
     return snapshot.query(
@@ -46,13 +50,22 @@ def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
         "max(records_ingested_count) ingested_count, max(records_lost_count) lost_count, "
         "(max(cpu_ns) - min(cpu_ns)) / nullif(max(time_ns) - min(time_ns), 0) cpu_ratio, "
         "(max(smaps_ns) - min(smaps_ns)) / nullif(max(time_ns) - min(time_ns), 0) smaps_ratio, "
-        "arg_max(rss_bytes, time_ns) rss_bytes, max(rss_bytes) rss_peak_bytes "
-        "FROM agent WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY host ORDER BY host",
+        "any_value(private_peak_bytes) private_peak_bytes, max(rss_bytes) rss_peak_bytes FROM agent LEFT JOIN ("
+        f"SELECT host, max(private_dirty_bytes_high) private_peak_bytes FROM {rollup_view(within, 'process')} "
+        f"WHERE time_ns BETWEEN $from_ns AND $to_ns AND {_IS_COLLECTOR} GROUP BY host) USING (host) "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY host ORDER BY host",
         only(within.params, "from_ns", "to_ns"),
     )
 
 
 def collector_lines(snapshot: Queryable, within: Span) -> dict[str, Lines]:
-    """Return sampling interval and lag (seconds), and resident memory (`rss`, bytes), one line per host."""
-    values = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9", "rss": "rss_bytes"}
+    """Return sampling interval and lag (seconds), one line per host."""
+    values = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}
     return lines(snapshot, within, "agent", values, series="host")
+
+
+def collector_memory(snapshot: Queryable, within: Span) -> Lines:
+    """Return the private dirty memory (bytes) of each host's collector, one line per host."""
+    source, width = bucket_source(snapshot, within, "process", GRID_BUCKETS)
+    metric = "private_dirty_bytes"
+    return rollup_lines(snapshot, within, source, [metric], where=_IS_COLLECTOR, series="host", width=width)[metric]

@@ -219,6 +219,21 @@ def test_training_process_has_its_colour_and_no_two_lines_look_alike():
     assert len({(line.line.color, line.line.dash) for line in drawn}) == len(names)
 
 
+def test_a_worker_has_one_colour_in_each_chart_of_processes():
+    names = [f"loader 0 worker {number}" for number in range(4)]
+    points = {name: _lines([1.0, 2.0], series=name).points for name in names}
+    all_files = Lines(points=pd.concat(points.values()), samples_count=8)
+    some_files = Lines(points=pd.concat([points[names[2]], points[names[3]]]), samples_count=4)
+    places = pd.concat([_places(series=name) for name in names])
+    drawn = [
+        memory.per_process(all_files, places, LIGHT, metric="pss_bytes"),
+        memory.open_files(some_files, LIGHT, limit_count=20_000.0),
+    ]
+    colours = [{line.name: line.line.color for line in chart.figure.data} for chart in drawn]
+    assert len(set(colours[0].values())) == len(names)
+    assert colours[1] == {name: colours[0][name] for name in names[2:]}
+
+
 def test_a_restarted_worker_has_a_gap_and_a_mark():
     places = pd.concat([_places(), _places(restart=True, first_seconds=2.0)])
     chart = memory.per_process(

@@ -147,17 +147,28 @@ def test_bad_input_is_one_line(tmp_path):
     assert (done.returncode, "No such file or directory" in done.stderr) == (2, True)
 
 
+def test_a_finding_that_explains_two_figures_is_told_once(tmp_path):
+    unpack("slow-worker", tmp_path)
+    unpack("diabetes", tmp_path)
+    said = check(
+        tmp_path, "slow-worker", 'max_data_wait = "1%"\nmin_throughput = "1000%"\nbaseline = "diabetes"'
+    ).stdout
+    assert said.count("holds up the training") == 1
+    assert said.count("slow-worker: as above") == 1
+
+
 def test_markdown_tables_hold_foreign_text(tmp_path):
     for name in ("main-leak", "loss-list"):
         unpack(name, tmp_path)
     done = check(tmp_path, "main-leak", 'max_growth = "0 B/step"', "--format", "markdown")
-    assert done.stdout.startswith("### Tidegauge: main-leak\n\n|  | measure | budget | measured | result |\n| --- ")
+    assert done.stdout.startswith("### Tidegauge: main-leak\n\n|  | budget | measured | result |\n| --- ")
     assert "\n**Growth is " in done.stdout
     assert "\n- main-heap-leak: " in done.stdout
     assert "max_growth allows" in done.stderr
     table = tidegauge(tmp_path, "compare", "main-leak", "loss-list", "--format", "markdown").stdout.splitlines()
-    assert table[0] == "|  | metric | main-leak (baseline) | loss-list |"
-    assert {line.count("|") for line in table} == {5}
+    assert table[0] == "|  | main-leak (baseline) | loss-list |"
+    gap = table.index("")
+    assert ({line.count("|") for line in table[:gap]}, table[gap + 1]) == ({4}, "| setting | run | value |")
     card = tidegauge(tmp_path, "report", "main-leak", "--format", "markdown").stdout
     assert card.startswith("```text\nTidegauge: main-leak")
     assert card.endswith("```\n")

@@ -219,7 +219,7 @@ def test_runs_are_listed_newest_first_from_saved_reports(tmp_path):
     write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
     lines = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
     assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
-    assert re.search(r"killed +1,234 +61 s +critical: killed", lines[3])
+    assert re.search(r"killed +1,234 +61 s +✖ killed", lines[3])
     assert re.search(r"ended +— +— +—", lines[2])
     assert re.search(r"abandoned +— +— +—", lines[1])
 

@@ -5,6 +5,9 @@ import io
 import pytest
 from rich.table import Table
 
+from collector.report import comparison
+from collector.report.listing import ListEntry, run_table
+from collector.report.results import Result, ResultFinding
 from collector.report.terminal import Terminal
 
 
@@ -22,6 +25,45 @@ def printed(rows: list[tuple[str, str, str]], way: str, **options) -> list[str]:
     stream = io.StringIO()
     getattr(Terminal(file=stream, **options), way)(table(*rows))
     return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def narrow(shown: Table) -> list[str]:
+    stream = io.StringIO()
+    Terminal(file=stream, width=80).print_table(shown)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_two_runs_compare_within_80_columns_without_a_wrapped_figure():
+    units = {
+        "Step p95": ("ms", 22.8),
+        "Data wait": ("ratio", 0.19),
+        "Samples per second": ("samples/second", 548.0),
+    }
+    runs = {
+        run_id: {
+            label: comparison.Measure(label=label, value=value * factor, unit=unit, n=12_500)
+            for label, (unit, value) in units.items()
+        }
+        for run_id, factor in (("20261125-150831-healthy-85e9", 1.0), ("20261125-150854-slow-worker-318d", 3.45))
+    }
+    *headings, step, wait, rate = narrow(comparison.split_headings(comparison.table(runs)))
+    assert [line.split() for line in headings][-1] == ["(baseline)", "slow-worker-318d"]
+    assert step.split("  ")[-1].strip() == "78.7 ms (+245.0%, n = 12,500)"
+    assert wait.split("  ")[-1].strip() == "66% (+46.6 points, n = 12,500)"
+    assert rate.startswith("Samples per second  548/s (n = 12,500)")
+
+
+def test_a_run_has_one_line_of_80_columns_in_the_list():
+    leak = ResultFinding(kind="copy-on-read-growth", place="loader 0", severity="warning")
+    results = [
+        Result(status="finished", steps=1600, duration_seconds=71.0, findings=findings)
+        for findings in ((leak,), ())
+    ]
+    ids = ("20261125-151018-copy-on-read-6138", "20261125-150831-healthy-85e9")
+    entries = [ListEntry(run_id=ids[i], status="finished", result=result) for i, result in enumerate(results)]
+    _, leaking, healthy = narrow(run_table(entries))
+    assert leaking.split(maxsplit=3)[3].endswith("▲ copy-on-read-growth")
+    assert healthy.endswith("nothing needs attention")
 
 
 @pytest.mark.parametrize("width", [80, 34, 20])
