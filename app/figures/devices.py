@@ -20,7 +20,7 @@ from collector.units import after_steps, duration, is_known, percent, size
 #: Number of devices that are drawn.
 MAX_DRAWN = 4
 #: Number of segments that are drawn, the largest first.
-MAX_SEGMENTS = 40
+MAX_SEGMENTS = 24
 #: part -> attribute of the theme.
 _COLOURS = {
     "allocated": "allocated",

@@ -125,12 +125,22 @@ def _device_limits(moment: Moment) -> Iterator[_Limit]:
         by_driver = is_known(row["used_bytes"])
         error, risk = _forecast(moment, "cuda-oom", *place), _forecast(moment, "gpu-oom-risk", *place)
         has_ended = error is not None and error.severity == "critical"
+        met = _when(error if has_ended else risk or error, moment, row["total_bytes"])
+        if share_bytes := _share_bytes(moment, gpu):  # it is met before the device is full
+            yield _Limit(
+                name=f"{gpu.name}, share of the process",
+                capacity=share_bytes,
+                last=row["reserved_bytes"],
+                peak=row["reserved_peak_bytes"],
+                met=met,
+            )
+            met = _when(None, moment, row["total_bytes"])
         yield _Limit(
             name=gpu.name if by_driver else f"{gpu.name} (reserved by PyTorch)",
             capacity=row["total_bytes"],
             last=row["used_bytes" if by_driver else "reserved_bytes"],
             peak=float(np.fmax(row["used_peak_bytes"], row["reserved_peak_bytes"])),
-            met=_when(error if has_ended else risk or error, moment, row["total_bytes"]),
+            met=met,
         )
 
 

@@ -56,6 +56,7 @@ _MEASUREMENTS = {
     "_shutdown_workers": ("ends of workers", "exit status of a worker that ends while its loader shuts down"),
     "worker": ("work of workers", "fetch, collate, idle, CPU, run queue, I/O of each worker"),
     "loader site": ("names of loaders", "variable and line of each DataLoader"),
+    "loader setting": ("settings of loaders", "changes of num_workers and prefetch_factor by `--workers auto`"),
     "step": (
         "optimizer steps",
         "each step, memory of devices at its end; without it batches or forward passes count as steps",
@@ -69,6 +70,7 @@ _MEASUREMENTS = {
     "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
     "thread": ("threads", "exceptions that end a thread of the training"),
     "compiler": ("torch.compile", "it leaves the hooks alone"),
+    "thread": ("exceptions of threads", "uncaught exceptions in threads, which do not end the process"),
     "stage:torch": ("copies", "copies to devices, conversions to tensors"),
     "stage:torch.nn.parallel.data_parallel": ("DataParallel", "its scatter, replicate and gather"),
 }

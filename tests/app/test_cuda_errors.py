@@ -173,6 +173,16 @@ def test_process_share_that_was_met_has_its_own_line(monkeypatch, tmp_path):
         assert f"but the share of the process is {share}" in texts(at)
 
 
+def test_process_share_that_was_met_is_a_limit_of_its_own(monkeypatch, tmp_path):
+    unpack("share-met", tmp_path)
+    share = size(error_of("share-met")["limit_bytes"])
+    at = open_view(monkeypatch, tmp_path, "oom_risk")
+    limits = at.dataframe[0].value.set_index("Limit")
+    of_share, of_device = limits.loc["GPU 0, share of the process"], limits.loc["GPU 0"]
+    assert (of_share["Capacity"], of_share["Limit met"]) == (share, f"met: {share}, training ended")
+    assert (of_device["Capacity"], of_device["Limit met"]) == ("2 GiB", "not forecast")
+
+
 @pytest.mark.parametrize("names_processes", [True, False])
 def test_last_value_is_from_when_the_run_still_used_the_gpu(monkeypatch, tmp_path, names_processes):
     run_dir = unpack("uneven-batches", tmp_path)

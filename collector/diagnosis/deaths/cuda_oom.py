@@ -202,11 +202,13 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
 def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     """Return the advice that the figures support, by gain in bytes, and where the first cause lies.
 
-    A smaller step always helps, and comes last.
+    Growth that made most of the tensors comes first: it fills whatever another advice gains. A smaller step always
+    helps, and comes last.
     """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
     rise = math.nan if scene.growth is None else scene.growth.rise
+    growth_gain = math.inf if rise >= scene.of("allocated_bytes") / 2 else rise
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     siblings = float(np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes")))
     unused = scene.unallocated_bytes
@@ -215,7 +217,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     in_worker = scene.error.slot is not None
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
-        (catalogue.TENSORS_GREW, "your code", scene.growth is not None, rise, rise),
+        (catalogue.TENSORS_GREW, "your code", scene.growth is not None, growth_gain, rise),
         (catalogue.LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
         (catalogue.EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (catalogue.END_OTHERS, "outside", others >= request, others, others),

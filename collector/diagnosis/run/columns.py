@@ -299,8 +299,10 @@ def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def window_text(begin_ns: float, end_ns: float, origin_ns: float) -> str:
-    """Return a time window as text, in seconds from the start of the run."""
-    return f"{(begin_ns - origin_ns) / SECOND_NS:.0f}-{(end_ns - origin_ns) / SECOND_NS:.0f} s"
+    """Return a time window as text, in seconds from the start of the run; a brief one with a decimal."""
+    begin, end = (begin_ns - origin_ns) / SECOND_NS, (end_ns - origin_ns) / SECOND_NS
+    digits = 0 if end - begin >= 2 else 1
+    return f"{begin:.{digits}f}-{end:.{digits}f} s"
 
 
 def origin_ns(tables: RunTables) -> float:

@@ -107,6 +107,15 @@ def test_growth_before_an_error_is_advised_on_first():
     assert "allocated_rise_bytes" in {evidence.name for evidence in found.evidence}
 
 
+def test_growth_that_would_fill_a_larger_share_is_advised_on_first():
+    run = recorded("leak-to-the-end")
+    allowed = error_of(run)["reserved_bytes"]
+    assert 2 * allowed <= run.streams["device"]["total_bytes"].max(), "the share could be doubled"
+    found, advice = post_mortem(with_changed_event(run, "cuda-oom", limit_bytes=allowed, free_bytes=allowed))
+    assert [each.split()[0] for each in advice.split(" | ")][:2] == ["See", "Give"]
+    assert found.fault == "your code"
+
+
 def test_other_processes_are_blamed_only_if_they_hold_enough():
     run = recorded("another-job")
     for asked, is_enough in ((OTHER_JOB, True), (OTHER_JOB + 1, False)):

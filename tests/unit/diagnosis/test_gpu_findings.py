@@ -58,6 +58,15 @@ def only_finding(tables, kind):
     return found
 
 
+def test_window_of_a_brief_training_has_decimals():
+    """It takes a quarter of a second: without them its begin and end would be the same."""
+    windows = [each.evidence[0].window for each in find_device_growth(recorded("two-devices"))]
+    assert windows
+    for window in windows:
+        begin, end = map(float, window.removesuffix(" s").split("-"))
+        assert 0 < end - begin < 1
+
+
 def with_allocator(tables, **columns):
     """Return a run with other gauges of the allocator: values, or functions of its records."""
     return with_columns(
