@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -214,7 +214,10 @@ def slowdown(trace: Trace, settings: Sequence[Setting], cores: Floats) -> Floats
         in_worker = (_probability(others, np.maximum(workers - 1, 0), busy) * in_worker).sum(axis=0)
         in_loop = _crowding(trace.loop_threads + other_threads, cores)
         in_loop = (_probability(others, workers, busy) * in_loop).sum(axis=0)
-        slowdowns = (slowdowns + np.stack([in_worker, in_loop])) / 2
+        due = np.stack([in_worker, in_loop])
+        if np.allclose(due, slowdowns, rtol=1e-9, atol=0):
+            break  # most often in the first round: there are cores for all
+        slowdowns = (slowdowns + due) / 2
     return slowdowns
 
 
@@ -320,24 +323,29 @@ def _replay_in_order(settings: Sequence[Setting], costs: Trace) -> _Timeline:
     yields, waits = np.empty_like(apart), np.empty_like(apart)
     asked, drained, begun, free, available, taking, turn = (np.zeros_like(apart[0]) for _ in range(7))
 
-    def fetch(batch: npt.NDArray[np.intp], of_lanes: npt.NDArray[np.intp]) -> None:
+    def fetch(rows: npt.NDArray[np.intp], costs_at: npt.NDArray[np.intp], of_lanes: Any = slice(None)) -> None:
         """Make a batch in each of the lanes, from `begun` on."""
-        rows = np.minimum(batch, count - 1) * len(settings) + of_lanes
         if costs.in_turn:
-            begun[of_lanes] = turn[of_lanes] = np.maximum(begun, turn)[of_lanes] + blocked_rows[rows]
-        made[batch, of_lanes] = begun[of_lanes] + apart_rows[rows]
+            begun[of_lanes] = turn[of_lanes] = np.maximum(begun, turn)[of_lanes] + blocked_rows[costs_at]
+        made_rows[rows] = begun[of_lanes] + apart_rows[costs_at]
 
     for first in range(min(count, int(places.max()))):
         is_new, is_next = (workers > first)[:, np.newaxis], (workers <= first)[:, np.newaxis]
         made_rows.take((np.maximum(first - workers, 0)) * len(settings) + lanes, axis=0, out=free, mode="clip")
         begun[:] = is_new * (costs.start + first * costs.start_each) + is_next * (free + overheads.gap)
         dispatched = lanes[places > first]
-        fetch(np.full(len(dispatched), first), dispatched)
+        rows = first * len(settings) + dispatched
+        fetch(rows, rows, dispatched)
+    # Rows of the batch that each lane dispatches as batch k is yielded; batches beyond the last have its costs.
+    batches = np.arange(count)[:, np.newaxis] + places
+    rows_at = batches * len(settings) + lanes
+    free_at = rows_at - workers * len(settings)
+    made_of = np.minimum(batches, count - 1) * len(settings) + lanes
     for k in range(count):
         yielded = yields[k]
         np.add(made[k], overheads.transfer, out=available)
         np.maximum(asked, available, out=yielded)
-        made_rows.take((k + places - workers) * len(settings) + lanes, axis=0, out=free, mode="clip")
+        made_rows.take(free_at[k], axis=0, out=free, mode="clip")
         np.subtract(free, yielded, out=taking)
         np.maximum(taking, 0.0, out=taking)  # np.clip takes four times as long on arrays as small as these
         np.minimum(taking, overheads.busy_hand_over, out=taking)
@@ -350,7 +358,7 @@ def _replay_in_order(settings: Sequence[Setting], costs: Trace) -> _Timeline:
         free += overheads.gap
         np.add(yielded, overheads.dispatch, out=begun)
         np.maximum(begun, free, out=begun)
-        fetch(k + places, lanes)
+        fetch(rows_at[k], made_of[k])
     return yields, waits, yields - made[:count]
 
 

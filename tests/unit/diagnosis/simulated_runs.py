@@ -21,16 +21,12 @@ START_SECONDS = 1000.0
 MIB = 2**20
 
 
-def empty_streams():
-    return {
-        name: pd.DataFrame(
-            {
-                c.name: pd.Series(dtype="object" if c.code == "s" else "float64")
-                for c in (*stream.columns, *IDENTITY)
-            }
-        )
-        for name, stream in STREAMS.items()
-    }
+_EMPTY_STREAMS = {
+    name: pd.DataFrame(
+        {c.name: pd.Series(dtype="object" if c.code == "s" else "float64") for c in (*stream.columns, *IDENTITY)}
+    )
+    for name, stream in STREAMS.items()
+}
 
 
 def frame(name, rows, key=MAIN, rank=None):
@@ -85,7 +81,7 @@ class Script:
         return self
 
     def tables(self):
-        streams = empty_streams()
+        streams = dict(_EMPTY_STREAMS)
         for name, parts in self.parts.items():
             streams[name] = pd.concat(parts, ignore_index=True).sort_values("time_ns", kind="stable")
         return RunTables(
