@@ -25,6 +25,7 @@ from collector.diagnosis.memory.leak import (
 )
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.diagnosis.run.columns import (
+    MIB,
     SECOND_NS,
     floats,
     host_samples,
@@ -49,6 +50,9 @@ _OTHERS_TOO = (
 )
 _UNKNOWN = " Neither the run's processes nor its cgroup nor the kernel's count shows as much: its owner is unknown."
 _UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
+_FOREIGN = " No process of the run was seen with any shared memory, so it is probably another program's."
+#: Mapped shared memory below this is that of semaphores and of libraries that register themselves.
+_NO_SHARED_MEMORY_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,9 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     witnesses = (*of_run, *of_host)
     part = None if of_run else _run_part(tables, host, memory, mapped)
     is_of_run, has_cgroup = bool(of_run or part), np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
-    remark = "" if of_run else _OTHERS_TOO if part else _UNMAPPED if witnesses else _UNKNOWN
+    is_foreign = not is_of_run and peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES
+    not_mapped = _FOREIGN if is_foreign else _UNMAPPED
+    remark = "" if of_run else _OTHERS_TOO if part else not_mapped if witnesses else _UNKNOWN
     holder = _holder(tables, host, part[1] if part else trend) if is_of_run else None
     if holder is not None:
         use = replace(use, locus=lifecycle_of(tables).locus(holder))
@@ -131,7 +137,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     course = Course(what="/dev/shm", resource=SHARED_MEMORY, use=use, growth=trend, limit=limit)
     if witnesses and course.is_relevant:
         findings.append(exhaustion_finding(tables, course, witnesses))
-    return findings
+    return [replace(finding, severity="info") for finding in findings] if is_foreign else findings
 
 
 def _use(tables: RunTables, host: str, series: str, times: Floats, values: Floats) -> Use:
