@@ -55,8 +55,8 @@ The devices are simulated (tests/cuda_sim). PyTorch's caching allocator and its 
 bytes, processes and NVML's account. Times on the device are not.
 
 Leaks take 64 KiB to 4 MiB a step: as tensors, as memory that a library takes from the driver, or as pinned
-memory. Their pace is even, uneven or slowing, or they start late. Some run beside batches of variable length and
-evaluations (noise). Half of the way to the limit is half of the steps to it.
+memory. Their pace is even, uneven or slowing, or they start late. Some run beside batches of variable length, of
+other lengths in each case, and evaluations (noise). Half of the way to the limit is half of the steps to it.
 
 No threshold was fitted to these cases. But the model of the time to a limit was improved with recordings of such
 programs at hand."""
@@ -114,15 +114,14 @@ def _leaks_to_limits() -> Iterator[Case]:
         "-slowing": ("--pace", "slowing"),
         "-late": ("--onset", 0.3),
     }
-    for kind, (size, size_bytes), (variant, words) in itertools.product(
-        ("tensors", "library"), sizes.items(), variants.items()
-    ):
+    every = itertools.product(("tensors", "library"), sizes.items(), variants.items())
+    for seed, (kind, (size, size_bytes), (variant, words)) in enumerate(every):
         onset = 0.3 if variant == "-late" else 0.0
         noise_bytes = 60 * size_bytes if variant == "-noise" else 0  # of its peaks
         limit = _BASE_BYTES + noise_bytes + size_bytes * int(_STEPS_TO_LIMIT - onset * _STEPS)
         yield Case(
             name=f"{kind}-{size}{variant}",
-            job=_program(kind, "--bytes", size_bytes, "--steps", _STEPS, *words),
+            job=_program(kind, "--bytes", size_bytes, "--steps", _STEPS, "--seed", seed, *words),
             kind=_FINDINGS[kind],
             memory=f"{limit // _MIB}M",
             onset=onset,
