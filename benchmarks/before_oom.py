@@ -38,7 +38,7 @@ HEALTHY = tuple(
     for steps in (400, 1000)
 )
 _STEPS_UNTIL_KILLED = 20_000
-_PATIENCE_SECONDS = 400.0
+_PATIENCE_SECONDS = 1200.0
 _HEAD = """| case | killed | steps | saved at step | steps lost | asked, before the end |
 |---|---|---|---|---|---|"""
 
