@@ -132,9 +132,7 @@ def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch
     assert "Do not add workers for this" in texts(at)
     assert "No what-if: the replay takes workers for equally fast, and worker 1 is slower." in texts(at)
     assert not at.slider
-    assert re.search(
-        "n\u00a0=\u00a0\\d+, \\d+\u2011\\d+\u00a0s", texts(at)
-    )  # breaks at the comma
+    assert re.search("n\u00a0=\u00a0\\d+, \\d+\u2011\\d+\u00a0s", texts(at))  # breaks at the comma
 
 
 def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, tmp_path):
