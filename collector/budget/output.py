@@ -38,14 +38,14 @@ def details(judgement: Judgement) -> list[str]:
 
 
 def all_details(judgements: Iterable[Judgement]) -> Iterator[list[str]]:
-    """Yield the details of each judgement that is not `within`; a finding that explains several is told once."""
-    told: list[Finding] = []
+    """Yield the details of each judgement that is not `within`; a finding that explains several is shown once."""
+    shown: list[Finding] = []
     for each in judgements:
         lines, finding = details(each), each.figure.finding
-        if finding is not None and finding in told:
+        if finding is not None and finding in shown:
             lines[1:] = [f"{wording.title(finding)}: as above"]
         elif finding is not None and len(lines) > 1:
-            told.append(finding)
+            shown.append(finding)
         if each.status != "within":
             yield lines
 

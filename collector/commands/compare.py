@@ -80,7 +80,7 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
         else:
             for place, table in enumerate(tables):
                 click.echo("\n" * bool(place), nl=False)
-                show_table(comparison.split_headings(table))
+                show_table(comparison.split_headings(table) if sys.stdout.isatty() else table)
     lines = comparison.violations(conditions, figures)
     for line in lines:
         click.echo(f"tidegauge: {line}", err=True)

@@ -54,7 +54,7 @@ def test_report_has_the_figures_and_text_of_every_view(html):
 
 
 def test_report_shows_the_forecast_at_the_sliders_start(tmp_path):
-    runs.make_run(tmp_path, runs.SLOW_WORKER)
+    unpack("workers-too-slow", tmp_path)
     assert write_report(tmp_path, tmp_path / "report.html").exit_code == 0
     html = (tmp_path / "report.html").read_text()
     begun = re.search(r"These figures are for (num_workers = \d+, prefetch_factor = \d+)\.", html)

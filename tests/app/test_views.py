@@ -143,8 +143,9 @@ def test_headline_names_a_minor_finding_that_explains_the_wait(monkeypatch, home
     assert said in texts(open_view(monkeypatch, homes["slow-worker"], "worker_stalls"))
 
 
-def test_sliders_change_the_forecast(monkeypatch, homes):
-    at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
+def test_sliders_change_the_forecast(monkeypatch, tmp_path):
+    unpack("workers-too-slow", tmp_path)
+    at = open_view(monkeypatch, tmp_path, "worker_stalls")
     workers, prefetch = at.slider
     before = {m.label: m.value for m in at.metric}
     workers.set_value(1)
@@ -370,7 +371,7 @@ def test_agent_health_shows_reporting_workers_and_cost(monkeypatch, homes):
 
 def test_agent_health_and_the_card_tell_the_same_memory_of_the_collector(monkeypatch, tmp_path):
     unpack("slow-worker", tmp_path)
-    verdict = diagnose(load_tables(list_runs(tmp_path)[0].path))
+    verdict = diagnose(load_tables(list_runs(tmp_path)[0]))
     at = open_view(monkeypatch, tmp_path, "agent_health")
     private = size(verdict.summary["overhead"]["collector_private_dirty_bytes"])
     assert {metric.label: metric.value for metric in at.metric}["Collector memory"] == private

@@ -211,12 +211,14 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     page, run, complaints = live
     base = _base(page)
     slow, well = (_ended_run(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
-    page.goto(screenshots.address(base, "worker-stalls", run=slow))
+    page.goto(screenshots.address(base, "worker-stalls", run=well))
     screenshots.await_view(page)
     memory = page.locator("[data-testid=stMetric]", has_text="Host memory")
     before = memory.inner_text()
     page.get_by_role("slider", name="num_workers").press("End")
     expect(memory).not_to_have_text(before)
+    page.goto(screenshots.address(base, "worker-stalls", run=slow))
+    screenshots.await_view(page)
     with page.expect_download() as got:
         page.get_by_test_id("stDownloadButton").get_by_role("button").click()
     assert got.value.suggested_filename == f"{slow}-workers.csv"

@@ -399,6 +399,7 @@ def _loader_leak(
         subject=f"Worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}",
         keep="keep" if len(workers) > 1 else "keeps",
         rise=size(sum(trend.rise for trend in trends)),
+        most=f" Worker {use.locus.worker} grew most: {size(trend.rise)}." if len(workers) > 1 else "",
         slope=size(total.value),
     )
     until_then = (resources.END_WORKERS,) if witnesses and unbounded and _stay(tables, place) else ()

@@ -77,7 +77,7 @@ HEAP_WITHOUT_ITERATIONS = replace(
 )
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
-    grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.",
+    grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.{most}",
     unconfirmed=_READ_TOO_SELDOM,
     leak_advice=(
         Advice(

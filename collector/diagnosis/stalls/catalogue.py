@@ -88,8 +88,8 @@ def compute_bound(case: LoadingCase) -> Finding:
         )
     return Finding(
         kind="compute-bound",
-        summary=f"Data loading keeps up: {percent(steady.starved_ratio)} of the loop's time goes into waiting "
-        f"for batches of loader {case.loop.loader} that are not made yet, and {how}.",
+        summary=f"Data loading keeps up: batches of loader {case.loop.loader} are made in time (the loop waits "
+        f"{percent(steady.starved_ratio)} of its time for one), and {how}.",
         evidence=(*case.pace_evidence, *second),
         **case.facts(None),
     )

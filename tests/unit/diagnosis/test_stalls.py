@@ -335,7 +335,7 @@ def test_short_validation_loop_is_no_warning_in_a_healthy_run():
 def test_summary_and_first_evidence_agree():
     healthy = verdict(workers=4, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=100)[0]
     assert healthy.evidence[0].name == "starved_ratio"
-    assert f"{percent(healthy.evidence[0].value)} of the loop's time" in healthy.summary
+    assert f"the loop waits {percent(healthy.evidence[0].value)} of its time for one" in healthy.summary
 
 
 def test_each_rank_gets_its_own_verdict():
