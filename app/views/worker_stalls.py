@@ -165,7 +165,7 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
         return
     outlook, rank = recent_loop.outlook, recent_loop.seen.loop.rank
     slow = [f for f in moment.findings if f.kind == "slow-worker" and _is_at(f.locus, moment.loader, rank)]
-    if slow:  # advice against more workers and a prediction for more would contradict each other
+    if slow:
         outlook = f"the replay takes workers for equally fast, and worker {slow[0].locus.worker} is slower"
     if isinstance(outlook, str):
         yield Note(f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")

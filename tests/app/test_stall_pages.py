@@ -129,7 +129,7 @@ def test_inline_loading_has_no_charts_of_workers(monkeypatch, homes):
 
 def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch, homes):
     at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
-    assert "Do not add workers for this" in texts(at)
+    assert "Until then, add workers" in texts(at)
     assert "No what-if: the replay takes workers for equally fast, and worker 1 is slower." in texts(at)
     assert not at.slider
     assert re.search("n\u00a0=\u00a0\\d+, \\d+\u2011\\d+\u00a0s", texts(at))  # breaks at the comma

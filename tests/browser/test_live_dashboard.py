@@ -1,4 +1,4 @@
-"""`streamlit run app`, as a user starts it, in a real Chromium: during a real job, and with runs that ended."""
+"""`streamlit run app`, as a user starts it, in a real Chromium during a real job."""
 
 import os
 import re
@@ -12,15 +12,12 @@ from pathlib import Path
 import make_run
 import pytest
 import screenshots
-from playwright.sync_api import expect
 
-from app.html_report import render
 from app.pages import COMPARE, GPU_MEMORY, PAGES, POST_MORTEM
-from collector.diagnosis.run.tables import load_tables
-from collector.diagnosis.verdict import diagnose
 from collector.store.catalogue import list_runs
 from collector.store.lake.reader import read
 from collector.store.queries import spans
+from tests.browser.watched_pages import watched_page
 from tests.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +30,6 @@ FRESH_SECONDS = 8.0
 WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
 LIVE = "browser"
-#: Runs that have ended, the killed one last, so that it is the newest.
-ENDED = (make_run.HOSTILE, make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
-#: Paths that Streamlit requests below the page before it requests them at the root.
-PROBES = ("/_stcore/health", "/_stcore/host-config")
-
 #: Other tests on the same cores would delay pages beyond their time to be fresh.
 pytestmark = pytest.mark.alone
 
@@ -100,22 +92,16 @@ def await_fresh(page):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A page of a dashboard with a live job and ended runs, the run of the job, and the errors of the page."""
+    """A page of a dashboard with a live job and an ended run, the run of the job, and the errors of the page."""
     home = tmp_path_factory.mktemp("home")
-    for script in ENDED:
-        make_run.make_run(home, script)
+    make_run.make_run(home, make_run.KILLED)
     ARTIFACTS.mkdir(exist_ok=True)
     with (
         training(home) as run,
         screenshots.dashboard(home, log=ARTIFACTS / "streamlit.log") as base,
         screenshots.chromium() as browser,
     ):
-        page = browser.new_page(viewport={"width": 1280, "height": 1600}, timezone_id="UTC")
-        complaints = []
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("response", lambda answer: _note_failure(answer, complaints))
-        page.on("console", lambda message: _note_console(message, complaints))
-        page.on("request", lambda request: _note_foreign_request(request.url, base, complaints))
+        page, complaints = watched_page(browser, base, viewport={"width": 1280, "height": 1600}, timezone_id="UTC")
         page.goto(screenshots.address(base, "overview", run=run.run_id, window=WINDOW))
         screenshots.await_view(page)
         yield page, run, complaints
@@ -180,100 +166,6 @@ def test_dragging_in_a_chart_pauses_the_page_and_keeps_the_zoom(live):
     assert complaints == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
-    page, run, complaints = live
-    base = _base(page)
-    ended = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
-    died = next(run_id for run_id in ended if "-killed-" in run_id)
-    page.emulate_media(color_scheme=theme)
-    others = [run_id for run_id in ended if run_id != died and "-hostile-" not in run_id]
-    page.goto(screenshots.address(base, "compare", run=died, compare=others))
-    page.locator(".legendtext", has_text=others[-1]).first.wait_for(timeout=30_000)
-    _take_screenshots(page, f"ended-three-{theme}")
-    titles = {page_of.path: page_of.title for page_of in PAGES}
-    for view in reversed(screenshots.VIEWS):  # ends on the overview
-        if f"/{view}?" not in page.url:
-            page.get_by_role("link", name=titles[view]).first.click()
-        page.wait_for_url(f"**/{view}?*")
-        screenshots.await_view(page)
-        assert f"run={died}" in page.url
-        _take_screenshots(page, f"ended-{view}-{theme}")
-        assert page.evaluate(_CUT_LABELS) == []
-        assert page.locator("[data-testid=stException], [data-testid=stAlertContentError]").count() == 0
-    page.go_back()
-    page.wait_for_url("**/oom-risk?*")
-    page.get_by_role("heading", name="How near is each limit").wait_for()
-    assert complaints == []
-
-
-def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
-    page, run, complaints = live
-    base = _base(page)
-    slow, well = (_ended_run(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
-    page.goto(screenshots.address(base, "worker-stalls", run=well))
-    screenshots.await_view(page)
-    memory = page.locator("[data-testid=stMetric]", has_text="Host memory")
-    before = memory.inner_text()
-    page.get_by_role("slider", name="num_workers").press("End")
-    expect(memory).not_to_have_text(before)
-    page.goto(screenshots.address(base, "worker-stalls", run=slow))
-    screenshots.await_view(page)
-    with page.expect_download() as got:
-        page.get_by_test_id("stDownloadButton").get_by_role("button").click()
-    assert got.value.suggested_filename == f"{slow}-workers.csv"
-    page.goto(screenshots.address(base, "overview", run=slow))
-    screenshots.await_view(page)
-    page.get_by_test_id("stMain").get_by_test_id("stTooltipIcon").last.hover()
-    with page.expect_popup() as opened:
-        page.get_by_test_id("stTooltipContent").get_by_role("link", name="PSS").click()
-    opened.value.get_by_role("heading", name="What do the words mean?").wait_for()
-    assert opened.value.url.endswith("/terms#pss")
-    opened.value.close()
-    assert "/overview?" in page.url  # the first page has an address of its own, besides that of the server
-    link = page.get_by_role("link", name="See Workers & stalls")
-    alone = page.context.browser.new_page()  # as if the link were opened in a new tab
-    alone.goto(f"{base}/{link.get_attribute('href')}")
-    alone.get_by_role("button", name="Show all").wait_for()
-    assert alone.get_by_role("combobox", name="Run").input_value() == slow
-    alone.close()
-    link.click()
-    page.wait_for_url("**/worker-stalls?*focus=*")
-    page.get_by_role("button", name="Show all").wait_for()
-    page.wait_for_function("() => (location.search.match(/run=/g) ?? []).length === 1")
-    page.get_by_role("button", name="Show all").click()
-    page.get_by_role("button", name="Show all").wait_for(state="hidden")
-    page.get_by_role("link", name="Show it in the charts").click()
-    page.get_by_role("button", name="Show all").wait_for()
-    assert page.get_by_role("combobox", name="Run").input_value() == slow
-    page.goto(screenshots.address(base, "overview", run=slow))
-    screenshots.await_view(page)
-    page.locator(".annotation a", has_text=re.compile("slow-worker (after|from)")).last.click()
-    page.wait_for_url(f"**/worker-stalls?run={slow}")
-    page.get_by_role("heading", name="What does training wait for").wait_for()
-    screenshots.await_view(page)
-    assert page.locator(".annotation", has_text=re.compile("slow-worker (after|from)")).count() > 0
-    runs = page.get_by_role("combobox", name="Run")
-    runs.scroll_into_view_if_needed()
-    page.wait_for_function(_FRAMES)  # the list closes on scrolling, which it notices a frame later
-    runs.click()
-    page.get_by_role("option", name=well).click()
-    page.wait_for_url(f"**run={well}*")
-    page.get_by_text("No stall has been found").wait_for()
-    assert complaints == []
-
-
-@pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
-def test_hostile_names_make_no_links_and_no_requests(live, view):
-    page, run, complaints = live
-    hostile = _ended_run(run, make_run.HOSTILE).run_id
-    page.goto(screenshots.address(_base(page), view, run=hostile))
-    screenshots.await_view(page)
-    assert page.get_by_text("e.st").count() > 0
-    assert page.locator("a[href*='e.st'], img[src*='e.st']").count() == 0
-    assert complaints == []
-
-
 def test_keyboard_focus_on_a_chart_pauses_the_page(live):
     page, run, complaints = live
     page.goto(screenshots.address(_base(page), "overview", run=run.run_id))
@@ -289,39 +181,10 @@ def test_keyboard_focus_on_a_chart_pauses_the_page(live):
     assert complaints == []
 
 
-def test_html_report_opens_without_a_network(live, tmp_path):
-    page, run, _ = live
-    slow = _ended_run(run, make_run.SLOW_WORKER)
-    (tmp_path / "report.html").write_text(render(slow, diagnose(load_tables(slow))))
-    alone = page.context.browser.new_page()
-    complaints = []
-    alone.on("pageerror", lambda error: complaints.append(str(error)))
-    alone.on("console", lambda message: _note_console(message, complaints))
-    alone.on("request", lambda request: _note_foreign_request(request.url, "file:", complaints))
-    alone.goto(f"file://{tmp_path}/report.html")
-    alone.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 10")
-    alone.screenshot(path=ARTIFACTS / "report.png", full_page=True)
-    alone.locator("#overview ~ article .annotation text a").first.click()
-    assert alone.url.endswith("#worker-stalls")
-    assert complaints == []
-
-
 def _base(page):
     return "/".join(page.url.split("/")[:3])
 
 
-def _ended_run(run, script):
-    """Return the run of a script of `ENDED`."""
-    return next(other for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
-
-
-_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-_CUT_LABELS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(chart => {
-  const edge = Math.max(chart.getBoundingClientRect().left,
-                        chart.querySelector('.ytitle')?.getBoundingClientRect().right ?? 0);
-  return [...chart.querySelectorAll('.ytick text')].filter(label => label.getBoundingClientRect().left < edge - 1)
-    .map(label => label.textContent);
-})"""
 _RANGE = "() => document.querySelector('.js-plotly-plot').layout.xaxis.range"
 _RECORDS = (
     "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) records ·/))"
@@ -329,29 +192,5 @@ _RECORDS = (
 )
 
 
-def _take_screenshots(page, name):
-    for width, _ in screenshots.SIZES:
-        screenshots.show_whole(page, width)
-        page.wait_for_timeout(300)  # Plotly draws once more after a resize
-        page.screenshot(path=ARTIFACTS / f"{name}-{width}.png")
-    page.set_viewport_size(dict(zip(("width", "height"), screenshots.SIZES[0], strict=True)))
-
-
 def _records_count(page):
     return page.evaluate(f"() => {_RECORDS}")
-
-
-def _note_failure(answer, complaints):
-    if answer.status >= 400 and not answer.url.endswith(PROBES):
-        complaints.append(f"{answer.status} {answer.url}")
-
-
-def _note_console(message, complaints):
-    probe = message.location.get("url", "").endswith(PROBES)
-    if message.type == "error" and not probe:
-        complaints.append(message.text)
-
-
-def _note_foreign_request(url, base, complaints):
-    if not url.startswith((base, base.replace("http", "ws"), "data:", "blob:")):
-        complaints.append(f"asked {url}")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from collector.store.catalogue import find_run
@@ -21,24 +22,22 @@ from training_harness import layout
 SCRIPT = TRAIN.with_name("foreign.py")
 
 
-def under_tidegauge(home: Path, *command: object, **options: object) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def record(home, under_tidegauge):
     """Run a command under Tidegauge."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "collector", "run", "--interval", "0.2", "--", *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=bare_environment() | {layout.HOME_VARIABLE: str(home), "OMP_NUM_THREADS": "1"},
-        **options,
-    )
+    return lambda *command: under_tidegauge(home, "run", "--interval", "0.2", "--", *command)
 
 
-def run_and_report(home: Path, *command: object, **options: object) -> tuple[str, dict]:
+@pytest.fixture
+def run_and_report(home, record):
     """The output of a command under Tidegauge with the card, and its report."""
-    done = under_tidegauge(home, *command, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr, report(home)
+
+    def run(*command: object) -> tuple[str, dict]:
+        done = record(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr, report(home)
+
+    return run
 
 
 def report(home: Path) -> dict:
@@ -49,8 +48,8 @@ def findings(reported: dict, kind: str) -> list[dict]:
     return [finding for finding in reported["findings"] if finding["kind"] == kind]
 
 
-def test_leak_is_found_without_dataloader_and_optimizer(home):
-    output, reported = run_and_report(home, sys.executable, SCRIPT, "written_by_hand", 14, 1024)
+def test_leak_is_found_without_dataloader_and_optimizer(run_and_report):
+    output, reported = run_and_report(sys.executable, SCRIPT, "written_by_hand", 14, 1024)
     passes = int(output.split()[0])
     assert (reported["run"]["step_unit"], reported["run"]["steps"]) == ("forward pass", passes)
     (leak,) = findings(reported, "main-heap-leak")
@@ -62,8 +61,8 @@ def test_leak_is_found_without_dataloader_and_optimizer(home):
     assert "No training was seen" not in output
 
 
-def test_loop_without_a_leak_has_no_warning(home):
-    _, reported = run_and_report(home, sys.executable, SCRIPT, "written_by_hand", 8, 0)
+def test_loop_without_a_leak_has_no_warning(run_and_report):
+    _, reported = run_and_report(sys.executable, SCRIPT, "written_by_hand", 8, 0)
     assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
 
 
@@ -96,8 +95,8 @@ def test_hooks_survive_odd_calls_and_closed_descriptors(run_attached, tmp_path, 
     assert run.table("step")["step"].max() + 1 == {"odd_calls": 11, "closes_descriptors": 40}[case]
 
 
-def test_time_outside_the_step_is_measured(home):
-    _, reported = run_and_report(home, sys.executable, SCRIPT, "own_batches", 100)
+def test_time_outside_the_step_is_measured(run_and_report):
+    _, reported = run_and_report(sys.executable, SCRIPT, "own_batches", 100)
     assert reported["run"]["steps"] == 100
     assert reported["run"]["step_unit"] == "optimizer step"
     outside = reported["summary"]["outside_step"]
@@ -106,60 +105,61 @@ def test_time_outside_the_step_is_measured(home):
     assert outside["cpu_ratio"] < 0.5, "it sleeps"
 
 
-def test_hooks_survive_a_launch_line_that_drops_pythonpath(home, tmp_path):
+def test_hooks_survive_a_launch_line_that_drops_pythonpath(home, run_and_report, tmp_path):
     launches = ("env PYTHONPATH=. {0}", "{0} -E", "{0} -I", "env -u PYTHONPATH {0}")
     script = tmp_path / "launch.sh"
     script.write_text("".join(f"{line.format(sys.executable)} {SCRIPT} own_batches 20\n" for line in launches))
-    run_and_report(home, "sh", "-e", script)
+    run_and_report("sh", "-e", script)
     with read(find_run(home, "latest")) as snapshot:
         steps = snapshot.query("SELECT count(*) AS n FROM step GROUP BY pid")
     assert steps.n.tolist() == [20] * len(launches)
 
 
-def test_report_explains_why_nothing_could_attach(home, tmp_path):
+def test_report_explains_why_nothing_could_attach(run_and_report, tmp_path, monkeypatch):
     """Without site-packages torch must be found otherwise; then no file of Tidegauge runs at start-up."""
     packages = Path(layout.__file__).parents[1], *map(Path, filter(os.path.isdir, sys.path))
     path = os.pathsep.join(map(str, packages))
     command = f"import sys; sys.path[:0] = {path!r}.split({os.pathsep!r}); import torch, time; time.sleep(2)"
-    _, reported = run_and_report(home, sys.executable, "-S", "-c", command, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _, reported = run_and_report(sys.executable, "-S", "-c", command)
     (found,) = findings(reported, "cannot-tell")
     assert "started with -S" in found["summary"]
     assert "Leave -S out" in found["advice"][0]["text"]
 
 
-def test_report_says_that_no_training_was_seen(home):
-    _, reported = run_and_report(home, sys.executable, "-c", "import torch, time; time.sleep(1)")
+def test_report_says_that_no_training_was_seen(run_and_report):
+    _, reported = run_and_report(sys.executable, "-c", "import torch, time; time.sleep(1)")
     (found,) = findings(reported, "cannot-tell")
     assert "attached to process" in found["summary"]
-    _, reported = run_and_report(home, "sleep", "3")
+    _, reported = run_and_report("sleep", "3")
     (found,) = findings(reported, "cannot-tell")
     assert "none of its processes is Python" in found["summary"]
 
 
-def test_steps_of_children_count_and_not_the_parents_evaluation(home):
-    _, reported = run_and_report(home, sys.executable, SCRIPT, "children_train_and_the_parent_evaluates")
+def test_steps_of_children_count_and_not_the_parents_evaluation(run_and_report):
+    _, reported = run_and_report(sys.executable, SCRIPT, "children_train_and_the_parent_evaluates")
     assert (reported["run"]["steps"], reported["run"]["step_unit"]) == (80, "optimizer step")
     assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
 
 
-def test_ranks_of_a_process_group_need_no_environment(home):
+def test_ranks_of_a_process_group_need_no_environment(run_and_report):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    _, reported = run_and_report(home, sys.executable, SCRIPT, "ranks_without_environment", port)
+    _, reported = run_and_report(sys.executable, SCRIPT, "ranks_without_environment", port)
     assert reported["run"]["steps"] == 20, "ranks step together"
     assert {finding["locus"].get("rank") for finding in findings(reported, "compute-bound")} == {0, 1}
 
 
-def test_fetches_that_compute_in_children_are_not_io_bound(home):
-    _, reported = run_and_report(home, sys.executable, SCRIPT, "samples_from_children")
+def test_fetches_that_compute_in_children_are_not_io_bound(run_and_report):
+    _, reported = run_and_report(sys.executable, SCRIPT, "samples_from_children")
     (slow,) = findings(reported, "workers-too-slow")
     assert slow.get("limited_by") != "io"
     assert {each["name"]: each["value"] for each in slow["evidence"]}["fetch_children_cpu_ratio"] > 0.3
 
 
-def test_crash_finding_and_loader_event_name_their_lines(home):
-    done = under_tidegauge(home, sys.executable, SCRIPT, "raises_in_colour")
+def test_crash_finding_and_loader_event_name_their_lines(home, record):
+    done = record(sys.executable, SCRIPT, "raises_in_colour")
     assert done.returncode == 1
     (crash,) = findings(report(home), "crashed")
     assert "foreign.py:" in crash["summary"]
@@ -170,28 +170,32 @@ def test_crash_finding_and_loader_event_name_their_lines(home):
     assert (Path(loader["file"]).name, loader["variable"]) == ("foreign.py", "train_loader")
 
 
-def test_crash_finding_names_the_line_in_the_worker(home):
-    assert under_tidegauge(home, sys.executable, SCRIPT, "raises_in_a_worker").returncode == 1
+def test_crash_finding_names_the_line_in_the_worker(home, record):
+    assert record(sys.executable, SCRIPT, "raises_in_a_worker").returncode == 1
     (crash,) = findings(report(home), "crashed")
     assert "in __getitem__: ValueError: row 20 is empty" in crash["summary"]
     assert "foreign.py:" in crash["summary"]
 
 
-def test_training_left_in_the_background_is_reported_as_running(home, tmp_path):
+def test_training_left_in_the_background_is_reported_as_running(home, run_and_report, tmp_path):
     script = tmp_path / "background.sh"
-    script.write_text(f"{sys.executable} {SCRIPT} written_by_hand 15 0 > /dev/null 2>&1 &\n")
-    output, _ = run_and_report(home, "bash", script)
+    script.write_text(
+        f"{sys.executable} {SCRIPT} written_by_hand 15 0 > /dev/null 2>&1 & echo $! > {tmp_path}/pid\n"
+    )
+    output, _ = run_and_report("bash", script)
     assert "still runs" in output
     assert "running, exit status 0" in output
-    wait_for(lambda: report(home)["run"]["status"] == "finished", "the end of the training")
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid), "the end of the training")
+    assert report(home)["run"]["status"] == "finished"
 
 
-def test_helper_that_outlives_the_training_leaves_the_run_finished(home, tmp_path):
+def test_helper_that_outlives_the_training_leaves_the_run_finished(home, run_and_report, tmp_path):
     script = tmp_path / "with_helper.sh"
     helper = f"{sys.executable} -c 'import time; time.sleep(120)' > /dev/null 2>&1 & echo $! > {tmp_path}/pid"
     script.write_text(f"{helper}\n{sys.executable} {SCRIPT} own_batches 20\n")
     try:
-        output, reported = run_and_report(home, "sh", script)
+        output, reported = run_and_report("sh", script)
         later = report(home)
         os.kill(int((tmp_path / "pid").read_text()), 0)  # it runs still
     finally:

@@ -50,7 +50,9 @@ _OTHERS_TOO = (
 )
 _UNKNOWN = " Neither the run's processes nor its cgroup nor the kernel's count shows as much: its owner is unknown."
 _UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
-_FOREIGN = " No process of the run was seen with any shared memory, so it is probably another program's."
+_FOREIGN = " No process of the run was seen to use shared memory, so it is probably another program's."
+#: Process that Python starts with the first named segment or semaphore (multiprocessing/resource_tracker.py).
+_TRACKER = "multiprocessing.resource_tracker"
 #: Mapped shared memory below this is that of semaphores and of libraries that register themselves.
 _NO_SHARED_MEMORY_BYTES = MIB
 
@@ -121,7 +123,8 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     witnesses = (*of_run, *of_host)
     part = None if of_run else _run_part(tables, host, memory, mapped)
     is_of_run, has_cgroup = bool(of_run or part), np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
-    is_foreign = not is_of_run and peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES
+    makes_none = peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES and not _has_segments(tables, host)
+    is_foreign = not is_of_run and makes_none
     not_mapped = _FOREIGN if is_foreign else _UNMAPPED
     remark = "" if of_run else _OTHERS_TOO if part else not_mapped if witnesses else _UNKNOWN
     holder = _holder(tables, host, part[1] if part else trend) if is_of_run else None
@@ -163,6 +166,11 @@ def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     rows = while_training(tables, sampled_on(tables, host))
     mapped = rows.groupby("time_ns")["shm_bytes"].sum(min_count=1)
     return mapped.index.to_numpy(dtype=float) / SECOND_NS, mapped.to_numpy(dtype=float)
+
+
+def _has_segments(tables: RunTables, host: str) -> bool:
+    """Return whether a process of the run made named segments, even if it maps each for a moment only."""
+    return any(_TRACKER in program for key, program in lifecycle_of(tables).programs.items() if key[0] == host)
 
 
 def _holder(tables: RunTables, host: str, trend: Growth) -> ProcessKey | None:

@@ -246,7 +246,9 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
                 effect="changes results",
             ),
             Advice(
-                text="Do not add workers for this", expected="the slowest worker sets the pace at any num_workers"
+                text="Until then, add workers",
+                expected="each makes one batch in num_workers: the slow one makes fewer, the others idle more",
+                effect="changes memory",
             ),
         ),
         limited_by=limit.by,

@@ -147,6 +147,13 @@ def test_growth_beside_a_run_that_uses_no_shared_memory_is_no_warning():
     assert "shm-leak" in {finding.kind for finding in found}
     assert {finding.severity for finding in found} == {"info"}
     assert "probably another program's" in found[0].summary
+    tracker = {
+        "process_pid": 71,
+        "process_start_ticks": 4871,
+        "argv": ["python", "-c", "multiprocessing.resource_tracker"],
+    }
+    script.event(START_SECONDS, "process-seen", **tracker)
+    assert {finding.severity for finding in findings_of(script)} == {"warning"}, "it makes segments and closes them"
 
 
 def test_segments_of_another_job_are_a_risk_and_no_leak_of_the_run():
