@@ -19,13 +19,18 @@ _LEAST_PART = 0.1
 
 def living_children(tables: RunTables, host: str, pid: int) -> set[int]:
     """Return the sampled descendants of a process that neither train nor load."""
-    rows = sampled_on(tables, host)
-    rows = rows[floats(rows, "role") == ROLE_OTHER]
-    pairs = set(zip(floats(rows, "process_pid"), floats(rows, "parent_pid"), strict=True))
-    found = {float(pid)}
+    pairs, found = tables.once(("parents", host), lambda: _parents(tables, host)), {float(pid)}
     while grown := {child for child, parent in pairs if parent in found} - found:
         found |= grown
     return {int(child) for child in found} - {pid}
+
+
+def _parents(tables: RunTables, host: str) -> set[tuple[float, float]]:
+    """Return pid and parent's pid of each process that neither trains nor loads."""
+    rows = sampled_on(tables, host)
+    rows = rows[floats(rows, "role") == ROLE_OTHER]
+    known = pd.DataFrame({name: floats(rows, name) for name in ("process_pid", "parent_pid")})
+    return set(known.dropna().drop_duplicates().itertuples(index=False, name=None))
 
 
 def with_living_children(tables: RunTables, fetches: pd.DataFrame) -> pd.DataFrame:
@@ -34,14 +39,17 @@ def with_living_children(tables: RunTables, fetches: pd.DataFrame) -> pd.DataFra
     It is known for all fetches of a process together, and is shared out by their blocked time.
     """
     outlive = np.zeros(len(fetches), dtype=bool)
-    children_ns = floats(fetches, "children_cpu_ns")
+    children_ns = floats(fetches, "children_cpu_ns").copy()
     blocked_ns = np.nan_to_num(floats(fetches, "blocked_ns"))
     took_ns = np.nan_to_num(floats(fetches, "getitem_ns")) + np.nan_to_num(floats(fetches, "collate_ns"))
     ends_ns = floats(fetches, "time_ns")
     for _, rows in fetches.groupby(["host", "pid"]):
         places = fetches.index.get_indexer(rows.index)
         host, pid = str(rows["host"].iloc[0]), int(rows["pid"].iloc[0])
-        children, samples = living_children(tables, host, pid), sampled_on(tables, host)
+        children = living_children(tables, host, pid)
+        if not children:
+            continue
+        samples = sampled_on(tables, host)
         samples = samples[samples["process_pid"].isin(children)]
         begin_ns, end_ns = (ends_ns - took_ns)[places].min(), ends_ns[places].max()
         spent_ns = cpu_spent_ns(samples, float(begin_ns), float(end_ns))
