@@ -39,7 +39,7 @@ def with_living_children(tables: RunTables, fetches: pd.DataFrame) -> pd.DataFra
     It is known for all fetches of a process together, and is shared out by their blocked time.
     """
     outlive = np.zeros(len(fetches), dtype=bool)
-    children_ns = floats(fetches, "children_cpu_ns").copy()
+    children_ns = floats(fetches, "children_cpu_ns")
     blocked_ns = np.nan_to_num(floats(fetches, "blocked_ns"))
     took_ns = np.nan_to_num(floats(fetches, "getitem_ns")) + np.nan_to_num(floats(fetches, "collate_ns"))
     ends_ns = floats(fetches, "time_ns")
