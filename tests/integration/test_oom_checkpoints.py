@@ -15,8 +15,8 @@ SCRIPT = REPOSITORY / "tests" / "scripts" / "near_limit.py"
 
 @pytest.fixture
 def memory_group():
-    """A cgroup v1 of 450 MiB, without swap."""
-    yield from cgroup_or_skip(450)
+    """A cgroup v1 of 600 MiB, without swap."""
+    yield from cgroup_or_skip(600)
 
 
 @pytest.fixture
