@@ -178,4 +178,4 @@ def test_example_workflow_trains_checks_and_writes_the_summary(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    assert "| Growth | max_growth | at most 0 B/step | none found" in summary.read_text()
+    assert "| Growth | at most 0 B/step | none found" in summary.read_text()
