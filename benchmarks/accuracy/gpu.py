@@ -66,7 +66,7 @@ _FINDINGS = {
     "library": "gpu-non-pytorch-growth",
     "pinned": "pinned-cache-growth",
 }
-_NEGATIVES = ("variable", "evaluation", "filling", "outputs", "late_optimizer", "graphs", "nothing")
+_NEGATIVES = ("variable", "evaluation", "filling", "outputs", "late_optimizer", "unfreezing", "graphs", "nothing")
 _KIB, _MIB = 1 << 10, 1 << 20
 #: Bytes that PyTorch and the driver take of a device before anything grows.
 _BASE_BYTES = 340 * _MIB

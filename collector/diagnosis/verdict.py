@@ -197,7 +197,7 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
     dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
     or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
-    stay.
+    stay. A forecast of growth by what the optimizers keep becomes information.
     """
     remaining = []
     for finding in findings:
@@ -213,6 +213,9 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
             remaining.append(_consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU"))
         elif cause := _keeper(findings, finding):
             remaining.append(_consequence(finding, cause, "what the training process keeps"))
+        elif _ends_with_optimizers(findings, finding):
+            told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
+            remaining.append(replace(finding, severity="info", summary=told))
         else:
             remaining.append(finding)
     return remaining
@@ -240,6 +243,18 @@ def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
             if cause.severity != "info" and is_of_batches:
                 return kind
     return None
+
+
+def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:
+    """Return whether a forecast is of growth that ends when each parameter has its gradient and state."""
+    if risk.kind not in ("gpu-oom-risk", "host-oom-risk") or risk.rate is None:
+        return False
+    place, least = (risk.locus.host, risk.locus.device), CONFIRMED * risk.rate.value
+    kept = (finding for finding in findings if finding.value_of("optimizer_rise_bytes") is not None)
+    return any(
+        (each.locus.host, each.locus.device) == place and each.rate is not None and each.rate.value >= least
+        for each in kept
+    )
 
 
 def _is_pinned_cache(findings: list[Finding], leak: Finding) -> bool:

@@ -22,3 +22,12 @@ def test_memory_that_levels_off_has_no_warning(watched, kind):
     run = watched("growth.py", kind, memory="4G")
     assert run.done.returncode == 0, run.done.stderr
     assert run.warned == set()
+
+
+def test_layers_that_are_unfrozen_one_by_one_are_growth_that_ends(watched):
+    run = watched("growth.py", "unfreezing", memory="4G")
+    assert run.done.returncode == 0, run.done.stderr
+    assert run.warned == set()
+    [told] = run.findings("bounded-growth")
+    assert told["locus"]["device"] == 0
+    assert "gradients and state of its optimizers" in told["summary"]

@@ -34,6 +34,7 @@ PACES = {
     "uneven": lambda step: 0.3 if step // 60 % 2 else 1.7,
     "slowing": lambda step: 0.4 + 1.2 * step / options.steps,
 }
+frozen, trained = [], []
 kept, lengths = [], random.Random(options.seed)
 driver = ctypes.CDLL("libcuda.so.1")
 
@@ -101,6 +102,16 @@ def late_optimizer(step):
         kept.extend(block(64 * options.bytes) for _ in range(3))
 
 
+def unfreezing(step):
+    """Train one more layer every four steps: its gradient and the optimizer's state are made then."""
+    if not frozen:
+        size = (options.bytes // 4,)
+        frozen.extend(torch.zeros(size, device="cuda", requires_grad=False) for _ in range(options.steps // 4))
+        optimizer.add_param_group({"params": frozen})
+    if step % 4 == 0 and step // 4 < len(frozen):
+        trained.append(frozen[step // 4].requires_grad_())
+
+
 def graphs(step):
     """Capture a graph for each new shape, as often as there are shapes: private pools, until all have been seen."""
     if step % 25 == 0 and step <= options.steps // 2:
@@ -133,6 +144,7 @@ KINDS = {
         filling,
         outputs,
         late_optimizer,
+        unfreezing,
         graphs,
         nothing,
     )
@@ -144,7 +156,7 @@ model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)).
 optimizer = torch.optim.Adam(model.parameters())
 rows = TensorDataset(torch.zeros(32 * options.steps, WIDTH))
 for step, (x,) in enumerate(DataLoader(rows, batch_size=32)):
-    loss = model(x.cuda()).square().mean()
+    loss = model(x.cuda()).square().mean() + sum(layer.mean() for layer in trained)
     act(step)
     if options.noise:
         disturb(step)

@@ -25,6 +25,13 @@ def test_state_of_an_optimizer_that_trains_more_and_more_layers_is_no_leak():
     assert told.value_of("optimizer_rise_bytes") > 256 * MIB
 
 
+def test_forecast_of_growth_by_the_optimizer_is_information():
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, total=8 * 2**30)
+    (risk,) = findings_of(of_optimizers(script, 600 * RAMP))
+    assert (risk.kind, risk.severity) == ("host-oom-risk", "info")
+    assert "which ends by itself" in risk.summary
+
+
 def test_leak_beside_a_growing_optimizer_is_found_with_its_own_rate():
     script = memory(training(), main=900 * RAMP, host=900 * RAMP, total=10**14)
     (leak,) = findings_of(of_optimizers(script, 600 * RAMP))
