@@ -28,10 +28,9 @@ from training_harness.hooks.stages import stage_calls
 from training_harness.hooks.training import checkpoints, cuda_oom, forward_passes, steps
 from training_harness.hooks.training.step_phases import Progress
 
-#: Most exceptions of threads that a process records: a script may start a thread for each batch.
-_MOST_THREAD_EXCEPTIONS = 100
-#: Most messages to `sys.exit` that a process records: a script may catch them.
-_MOST_EXIT_MESSAGES = 100
+#: Most exceptions of threads, and most messages to `sys.exit`, that a process records: a script may start a thread
+#: for each batch, or catch what it raises.
+_MOST_RECORDED = 100
 _progress = Progress()
 _hooks: dict[str, Hook] = {}
 
@@ -78,7 +77,7 @@ def _watch_exceptions() -> Hook:
 
 def _watch_exits() -> Hook:
     hook = Hook("exit")
-    numbers = iter(range(_MOST_EXIT_MESSAGES))
+    numbers = iter(range(_MOST_RECORDED))
 
     def make(previous: Any) -> Any:
         @functools.wraps(previous)
@@ -99,7 +98,7 @@ def _watch_exits() -> Hook:
 
 def _watch_threads() -> Hook:
     hook = Hook("thread")
-    numbers = iter(range(_MOST_THREAD_EXCEPTIONS))
+    numbers = iter(range(_MOST_RECORDED))
 
     def make(previous: Any) -> Any:
         def excepthook(args: threading.ExceptHookArgs) -> None:

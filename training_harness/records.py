@@ -34,6 +34,8 @@ UNIT_PASS, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_SCRIPT = range(4)
 
 #: The worker id of a batch that was made in the training process itself (`num_workers=0`).
 INLINE_WORKER = -1
+#: `device` of host memory, in the stream `optimizer`.
+HOST_DEVICE = -1
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
@@ -146,7 +146,7 @@ def record_exit_message(message: object, caller: FrameType) -> None:
     """Write the message with which the main thread asks to exit as an event."""
     session = start()
     if session is not None and threading.current_thread() is threading.main_thread():
-        site = f"{caller.f_code.co_filename}:{caller.f_lineno}, in {caller.f_code.co_name}"
+        site = _site(caller.f_code, caller.f_lineno)
         session.events.append("exit-message", message=str(message)[:_MESSAGE_CHARACTERS], site=site)
 
 
@@ -167,8 +167,12 @@ def site_of(trace: TracebackType | None) -> str | None:
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
     user_frames = [(code, line) for code, line in frames if is_user_code(code.co_filename)]
     for code, line in (user_frames or frames)[-1:]:
-        return f"{code.co_filename}:{line}, in {code.co_name}"
+        return _site(code, line)
     return None
+
+
+def _site(code: CodeType, line: int) -> str:
+    return f"{code.co_filename}:{line}, in {code.co_name}"
 
 
 def is_user_code(path: str) -> bool:

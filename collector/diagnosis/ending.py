@@ -19,10 +19,10 @@ from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, key
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
-from collector.diagnosis.run.processes import process_at, sentence, signal_name
+from collector.diagnosis.run.processes import message_line, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Finding, Limit, Locus
-from collector.units import duration, number, percent, plain_text, size
+from collector.units import duration, number, percent, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
 _REASONS = {
@@ -233,7 +233,7 @@ def _error(event: Mapping[str, Any]) -> str:
 
 
 def _first_line(event: Mapping[str, Any]) -> str:
-    line = (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0]
+    line = message_line(event)
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
 
 

@@ -14,8 +14,11 @@ _BACKENDS = ("cuda", "xpu")
 
 def in_use(torch: Any) -> Any:
     """Return `torch.cuda` or `torch.xpu`, whichever is initialised; None before, and without an accelerator."""
-    backends = (getattr(torch, name, None) for name in _BACKENDS)
-    return next((backend for backend in backends if backend is not None and backend.is_initialized()), None)
+    for name in _BACKENDS:
+        backend = getattr(torch, name, None)
+        if backend is not None and backend.is_initialized():
+            return backend
+    return None
 
 
 def built_for(torch: Any) -> str:

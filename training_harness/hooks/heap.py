@@ -49,4 +49,9 @@ class HeapGauge:
         heap = self._mallinfo2()
         now_ns = time.monotonic_ns()
         current.heap(now_ns, heap.uordblks + heap.hblkhd, heap.fordblks)
-        self.due_ns = now_ns + max(EVERY_NS, _PAUSE_RATIO * (time.thread_time_ns() - begun_cpu_ns))
+        self.due_ns = next_due_ns(now_ns, begun_cpu_ns, EVERY_NS)
+
+
+def next_due_ns(now_ns: int, begun_cpu_ns: int, every_ns: int) -> int:
+    """Return when to take the next reading, from the thread's CPU time at the begin of this one."""
+    return now_ns + max(every_ns, _PAUSE_RATIO * (time.thread_time_ns() - begun_cpu_ns))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import pynvml
 
@@ -25,7 +26,7 @@ _MIB = 1 << 20
 _AMD_DRIVER = "/dev/kfd"
 
 
-class DeviceSampler(Protocol):
+class DeviceSampler(ABC):
     """A sampler of the visible devices: one sample per device and tick.
 
     Devices are numbered as the run's processes see them: `layout.visible_devices` selects and orders.
@@ -36,16 +37,46 @@ class DeviceSampler(Protocol):
     """
 
     library: str
-    reason: str | None
+
+    def __init__(self, errors: tuple[type[Exception], ...]) -> None:
+        self.reason: str | None = None
+        self._errors = errors
+        self._handles: list[Any] = []
 
     def sample(self, pids: Set[int]) -> list[Sample]:
         """Return one sample of the `device` stream per device; `pids` are the run's processes."""
+        return [
+            {"device": number, **self._sample(handle), **_by_process(self._processes(handle), pids)}
+            for number, handle in enumerate(self._handles)
+        ]
 
     def user_pids(self) -> set[int]:
         """Return the pids of processes that use a device: in a container perhaps none, or those of the host."""
+        return {pid for handle in self._handles for pid, _ in self._processes(handle)}
 
     def close(self) -> None:
         """Shut the library down; harmless without a driver."""
+        if self._handles:
+            self._handles = []
+            self._shut_down()
+
+    def _ask(self, query: Callable[[], Any]) -> Any:
+        """Return the driver's answer; None if this device, driver or version does not support the query."""
+        try:
+            return query()
+        except self._errors:
+            return None
+
+    @abstractmethod
+    def _shut_down(self) -> None: ...
+
+    @abstractmethod
+    def _sample(self, handle: Any) -> Sample:
+        """Return what the driver tells of a device, without its processes."""
+
+    @abstractmethod
+    def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
+        """Return pid and bytes of the processes that use a device."""
 
 
 def find_devices() -> DeviceSampler:
@@ -62,15 +93,14 @@ def find_devices() -> DeviceSampler:
     return nvidia
 
 
-class NvidiaSampler:
+class NvidiaSampler(DeviceSampler):
     """A sampler through NVML."""
 
     library = "NVML"
 
     def __init__(self, nvml: ModuleType | Any = pynvml, environ: Mapping[str, str] = os.environ) -> None:
-        self.reason: str | None = None
+        super().__init__((nvml.NVMLError,))
         self._nvml = nvml
-        self._handles: list[Any] = []
         try:
             nvml.nvmlInit()
             self._handles = self._visible(environ.get("CUDA_VISIBLE_DEVICES"))
@@ -80,21 +110,8 @@ class NvidiaSampler:
         if not self._handles:
             self.reason = "none: no NVIDIA device is visible"
 
-    def sample(self, pids: Set[int]) -> list[Sample]:
-        """Return one sample of the `device` stream per device; `pids` are the run's processes."""
-        return [self._sample(number, handle, pids) for number, handle in enumerate(self._handles)]
-
-    def user_pids(self) -> set[int]:
-        """Return the pids of processes that use a device: in a container perhaps none, or those of the host."""
-        nvml = self._nvml
-        lists = [self._ask(partial(nvml.nvmlDeviceGetComputeRunningProcesses, handle)) for handle in self._handles]
-        return {process.pid for processes in lists for process in processes or []}
-
-    def close(self) -> None:
-        """Shut NVML down; harmless without a driver."""
-        if self._handles:
-            self._handles = []
-            self._nvml.nvmlShutdown()
+    def _shut_down(self) -> None:
+        self._nvml.nvmlShutdown()
 
     def _visible(self, selection: str | None) -> list[Any]:
         nvml = self._nvml
@@ -135,7 +152,7 @@ class NvidiaSampler:
     def _has_uuid(self, prefix: str, handle: Any) -> bool:
         return str(self._nvml.nvmlDeviceGetUUID(handle)).startswith(prefix)
 
-    def _sample(self, number: int, handle: Any, pids: Set[int]) -> Sample:
+    def _sample(self, handle: Any) -> Sample:
         nvml = self._nvml
         memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
         if memory is None:  # An older driver, which counts its own reserve as used.
@@ -143,11 +160,9 @@ class NvidiaSampler:
         utilisation = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         milliwatts = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         return {
-            "device": number,
             "used_bytes": None if memory is None else memory.used + getattr(memory, "reserved", 0),
             "total_bytes": getattr(memory, "total", None),
             "reserved_bytes": getattr(memory, "reserved", None),
-            **self._by_process(handle, pids),
             "utilisation_ratio": None if utilisation is None else utilisation / 100,
             "temperature_celsius": self._ask(
                 lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
@@ -155,16 +170,9 @@ class NvidiaSampler:
             "power_watts": None if milliwatts is None else milliwatts / 1000,
         }
 
-    def _by_process(self, handle: Any, pids: Set[int]) -> Sample:
+    def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
         processes = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        return _by_process(((process.pid, process.usedGpuMemory) for process in processes), pids)
-
-    def _ask(self, query: Callable[[], Any]) -> Any:
-        """Return the driver's answer; None if this device or driver does not support the query."""
-        try:
-            return query()
-        except self._nvml.NVMLError:
-            return None
+        return [(process.pid, process.usedGpuMemory) for process in processes]
 
 
 def _reason(nvml: ModuleType | Any, error: Exception) -> str:
@@ -174,7 +182,7 @@ def _reason(nvml: ModuleType | Any, error: Exception) -> str:
     return f"none: NVML does not work here ({error})"
 
 
-class AmdSampler:
+class AmdSampler(DeviceSampler):
     """A sampler through AMD SMI ("AMD SMI Python API reference", ROCm 6.4 or later).
 
     Args:
@@ -185,9 +193,8 @@ class AmdSampler:
     library = "AMD SMI"
 
     def __init__(self, smi: ModuleType | Any, environ: Mapping[str, str] = os.environ) -> None:
-        self.reason: str | None = None
+        super().__init__((smi.AmdSmiException, AttributeError))
         self._smi = smi
-        self._handles: list[Any] = []
         try:
             smi.amdsmi_init()
             self._handles = self._visible(environ.get("HIP_VISIBLE_DEVICES", visible_devices(environ)))
@@ -197,19 +204,8 @@ class AmdSampler:
         if not self._handles:
             self.reason = "none: no AMD device is visible"
 
-    def sample(self, pids: Set[int]) -> list[Sample]:
-        """Return one sample of the `device` stream per device; `pids` are the run's processes."""
-        return [self._sample(number, handle, pids) for number, handle in enumerate(self._handles)]
-
-    def user_pids(self) -> set[int]:
-        """Return the pids of processes that use a device."""
-        return {pid for handle in self._handles for pid, _ in self._processes(handle)}
-
-    def close(self) -> None:
-        """Shut AMD SMI down; harmless without a driver."""
-        if self._handles:
-            self._handles = []
-            self._smi.amdsmi_shut_down()
+    def _shut_down(self) -> None:
+        self._smi.amdsmi_shut_down()
 
     def _visible(self, selection: str | None) -> list[Any]:
         smi = self._smi
@@ -228,7 +224,7 @@ class AmdSampler:
             chosen.append(numbered[int(name)])
         return chosen
 
-    def _sample(self, number: int, handle: Any, pids: Set[int]) -> Sample:
+    def _sample(self, handle: Any) -> Sample:
         smi = self._smi
         memory = self._ask(lambda: smi.amdsmi_get_gpu_vram_usage(handle)) or {}
         used_mib, total_mib = _number(memory.get("vram_used")), _number(memory.get("vram_total"))
@@ -236,17 +232,14 @@ class AmdSampler:
         power = self._ask(lambda: smi.amdsmi_get_power_info(handle)) or {}
         watts = (_number(power.get(f"{kind}socket_power")) for kind in ("", "current_", "average_"))
         return {
-            "device": number,
             "used_bytes": None if used_mib is None else used_mib * _MIB,
             "total_bytes": None if total_mib is None else total_mib * _MIB,
-            **_by_process(self._processes(handle), pids),
             "utilisation_ratio": None if percent is None else percent / 100,
             "temperature_celsius": self._temperature(handle),
             "power_watts": next((value for value in watts if value is not None), None),
         }
 
     def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
-        """Return pid and bytes of the processes that use a device."""
         processes = self._ask(lambda: self._smi.amdsmi_get_gpu_process_list(handle)) or []
         return [
             (int(process["pid"]), _number((process.get("memory_usage") or {}).get("vram_mem")))
@@ -259,13 +252,6 @@ class AmdSampler:
         sensors = (smi.AmdSmiTemperatureType.EDGE, smi.AmdSmiTemperatureType.HOTSPOT)
         readings = (_number(self._ask(partial(smi.amdsmi_get_temp_metric, handle, each, now))) for each in sensors)
         return next((celsius for celsius in readings if celsius is not None), None)
-
-    def _ask(self, query: Callable[[], Any]) -> Any:
-        """Return the driver's answer; None if this device, driver or version does not support the query."""
-        try:
-            return query()
-        except (self._smi.AmdSmiException, AttributeError):
-            return None
 
 
 def _number(value: Any) -> int | None:

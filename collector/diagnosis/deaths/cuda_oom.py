@@ -188,8 +188,8 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
     evidence.append(fact("errors_count", errors, "since the last such event"))
     if scene.error.event.get("message"):
         message = plain_text(str(scene.error.event["message"]))
-        begins = [found.start() for found in _SENTENCE.finditer(message)]
-        message = first_sentences(message[begins[-1] if begins else 0 :])  # a worker's comes with a traceback
+        begin = max((found.start() for found in _SENTENCE.finditer(message)), default=0)
+        message = first_sentences(message[begin:])  # a worker's comes with a traceback
         evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught"))
     else:
         went_on = "yes, the training went on" if scene.is_caught else "not known, the process ended after it"

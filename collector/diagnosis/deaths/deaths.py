@@ -22,7 +22,15 @@ from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
-from collector.diagnosis.run.processes import fact, last_memory, last_step, rank_of, sentence, signal_name
+from collector.diagnosis.run.processes import (
+    fact,
+    last_memory,
+    last_step,
+    message_line,
+    rank_of,
+    sentence,
+    signal_name,
+)
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus
 from collector.stacks import Frame
@@ -173,7 +181,7 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
     messages = [event for event in tables.events_of("exit-message") if key_of(event) in (*life.mains, life.command)]
     exit_fact = fact("exit_status", code, "of the command")
     if code == 1 and messages and (caller := key_of(messages[-1])) is not None:
-        message = (plain_text(str(messages[-1].get("message") or "")).strip().splitlines() or [""])[0]
+        message = message_line(messages[-1])
         finding = catalogue.EXIT_WITH_MESSAGE.finding(
             locus=life.locus(caller),
             since_step=last_step(tables, caller),

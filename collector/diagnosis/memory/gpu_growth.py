@@ -61,11 +61,8 @@ def _use(rank: Allocator, series: str, values: Floats) -> Use:
 
 def tensors_of(tables: RunTables, rank: Allocator) -> Use:
     """Return the memory of live tensors, without gradients and state of optimizers."""
-    return _use(rank, "allocated", rank.column("allocated_bytes") - _of_optimizers(tables, rank))
-
-
-def _of_optimizers(tables: RunTables, rank: Allocator) -> Floats:
-    return optimizer_bytes(tables, rank.key, rank.seconds, rank.locus.device)
+    kept = optimizer_bytes(tables, rank.key, rank.seconds, rank.locus.device)
+    return _use(rank, "allocated", rank.column("allocated_bytes") - kept)
 
 
 def kept_tensors(tables: RunTables, rank: Allocator) -> Growth | None:
@@ -80,11 +77,11 @@ def _counts(rank: Allocator) -> Growth | None:
 
 def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
     """Return the growth of live tensors; without a witness if their number does not grow, or is not known."""
-    use = tensors_of(tables, rank)
-    trend, negligible = use.growth(), negligible_bytes(rank.column("allocated_bytes"))
+    use, allocated = tensors_of(tables, rank), rank.column("allocated_bytes")
+    trend = use.growth()
     if trend is None:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
-        told = optimizer_finding(tables, use, _of_optimizers(tables, rank), negligible, grows=where)
+        told = optimizer_finding(tables, use, allocated - use.values, negligible_bytes(allocated), grows=where)
         return [told] if told is not None else []
     counts = _counts(rank)
     rise = () if counts is None else (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)

@@ -41,6 +41,7 @@ from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRIC
 from collector.findings import Advice, Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
 from collector.units import count, duration, number, quantity, size
+from training_harness.records import HOST_DEVICE
 
 #: A rise below this comes from the interpreter and the allocator themselves.
 NEGLIGIBLE_BYTES = 16 * MIB
@@ -61,8 +62,6 @@ _LONGEST_SECONDS, _SHORTEST_SECONDS = 120.0, _MOMENT_SECONDS / 2
 #: blocks to that of the last.
 _MEASURED_RATIO = 0.9 * 11 / 12
 _CONFIDENCE_OF_INFORMATION = 0.7
-#: Device number of host memory in the stream `optimizer`.
-_HOST_DEVICE = -1
 #: Time that the answers are rounded up to, in seconds.
 _ROUNDING_SECONDS = 5.0
 
@@ -184,7 +183,7 @@ def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: i
 
     """
     rows = written(tables, "optimizer", key)
-    rows = rows[floats(rows, "device") == (_HOST_DEVICE if device is None else device)]
+    rows = rows[floats(rows, "device") == (HOST_DEVICE if device is None else device)]
     if rows.empty:
         return np.zeros(len(times))
     return np.interp(times, seconds(rows), floats(rows, "gradients_bytes") + floats(rows, "state_bytes"))
@@ -208,17 +207,11 @@ def optimizer_finding(
     witnesses = witnesses_of(trend, {"optimizer_rise_bytes": (use.times, kept)}) if trend is not None else ()
     if trend is None or not witnesses:
         return None
-    return Finding(
-        kind="bounded-growth",
-        severity="info",
-        confidence=_CONFIDENCE_OF_INFORMATION,
-        summary=f"{grows} by gradients and state of its optimizers: {size(trend.rise)} so far, "
-        f"{size(trend.slope)}/s. That ends when each parameter has its own, or a history is full.",
-        locus=use.locus,
-        since_step=step_at(tables, use.key, trend.since_seconds * SECOND_NS),
-        evidence=(rise_of(tables, whole, trend, "bytes"), *witnesses),
-        rate=rate(trend, "bytes"),
+    told = (
+        f"{grows} by gradients and state of its optimizers: {size(trend.rise)} so far, {size(trend.slope)}/s. "
+        "That ends when each parameter has its own, or a history is full."
     )
+    return _information(tables, "bounded-growth", told, whole, trend, (rise_of(tables, whole, trend), *witnesses))
 
 
 def leak_finding(
@@ -274,7 +267,7 @@ def _growth_words(trend: Growth, unit: str) -> dict[str, str]:
     return {"rise": count(trend.rise), "slope": number(trend.slope)}
 
 
-def rise_of(tables: RunTables, use: Use, trend: Growth, unit: str) -> Evidence:
+def rise_of(tables: RunTables, use: Use, trend: Growth, unit: str = "bytes") -> Evidence:
     """Return the rise of a growth as evidence."""
     return Evidence(
         name=f"{use.series}_rise_{unit}",
@@ -379,16 +372,9 @@ def young_finding(
     slope, rise = (
         (size(trend.slope), size(trend.rise)) if unit == "bytes" else (number(trend.slope), count(trend.rise))
     )
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=_CONFIDENCE_OF_INFORMATION,
-        summary=f"{grows} by {slope}/s, {rise} so far: too {degree} to call a leak. {more}",
-        locus=use.locus,
-        since_step=step_at(tables, use.key, trend.since_seconds * SECOND_NS),
-        evidence=(rise_of(tables, use, trend, unit), *witnesses),
-        rate=rate(trend, unit),
-    )
+    told = f"{grows} by {slope}/s, {rise} so far: too {degree} to call a leak. {more}"
+    evidence = (rise_of(tables, use, trend, unit), *witnesses)
+    return _information(tables, "cannot-tell", told, use, trend, evidence, unit)
 
 
 def bounded_finding(
@@ -412,24 +398,41 @@ def bounded_finding(
     if not tables.goes_on:
         now, when = "when the run ended", f"after about {duration(likeliest)} more"
     window = f"{FULL_RATIO:.0%} of the growth"
+    told = (
+        f"{fills} a cache or a buffer: {size(filling.level)} {now}, {size(low)} to {size(high)} at the "
+        f"end, {when}. This growth decelerates, and ends by itself."
+    )
+    evidence = (
+        fact("level_at_end_low_bytes", round(low), "at the end", n=filling.n),
+        fact("level_at_end_high_bytes", round(high), "at the end", n=filling.n),
+        fact("time_to_full_seconds", round(likeliest), window, n=filling.n),
+        rise_of(tables, use, trend),
+        fact("time_to_full_low_seconds", round(soonest), window, n=filling.n),
+        fact("time_to_full_high_seconds", round(latest), window, n=filling.n),
+        *witnesses,
+    )
+    return _information(tables, "bounded-growth", told, use, trend, evidence)
+
+
+def _information(
+    tables: RunTables,
+    kind: str,
+    summary: str,
+    use: Use,
+    trend: Growth,
+    evidence: tuple[Evidence, ...],
+    unit: str = "bytes",
+) -> Finding:
+    """Return a finding on a growth that is no leak, or not known to be one."""
     return Finding(
-        kind="bounded-growth",
+        kind=kind,
         severity="info",
         confidence=_CONFIDENCE_OF_INFORMATION,
-        summary=f"{fills} a cache or a buffer: {size(filling.level)} {now}, {size(low)} to {size(high)} at the "
-        f"end, {when}. This growth decelerates, and ends by itself.",
+        summary=summary,
         locus=use.locus,
         since_step=step_at(tables, use.key, trend.since_seconds * SECOND_NS),
-        evidence=(
-            fact("level_at_end_low_bytes", round(low), "at the end", n=filling.n),
-            fact("level_at_end_high_bytes", round(high), "at the end", n=filling.n),
-            fact("time_to_full_seconds", round(likeliest), window, n=filling.n),
-            rise_of(tables, use, trend, "bytes"),
-            fact("time_to_full_low_seconds", round(soonest), window, n=filling.n),
-            fact("time_to_full_high_seconds", round(latest), window, n=filling.n),
-            *witnesses,
-        ),
-        rate=rate(trend, "bytes"),
+        evidence=evidence,
+        rate=rate(trend, unit),
     )
 
 

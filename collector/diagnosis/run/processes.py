@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from signal import Signals
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ from collector.diagnosis.run.columns import floats, held_bytes, key_of, last, sa
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Locus
 from collector.store import ProcessKey
+from collector.units import plain_text
 
 #: Ends of names of measurements that are units.
 _UNITS = ("bytes", "ratio", "seconds", "status")
@@ -81,6 +84,11 @@ def process_at(tables: RunTables, host: str, pid: int) -> ProcessKey | None:
 def last_step(tables: RunTables, key: ProcessKey) -> int | None:
     """Return the last step that a process recorded."""
     return step_at(tables, key, float(tables.now_ns))
+
+
+def message_line(event: Mapping[str, Any]) -> str:
+    """Return the first line of the message that an event recorded."""
+    return (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0]
 
 
 def signal_name(number: int | None) -> str | None:

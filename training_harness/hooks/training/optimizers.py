@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from training_harness import session
+from training_harness.hooks.heap import next_due_ns
 from training_harness.hooks.training.devices import number_in_run
+from training_harness.records import HOST_DEVICE
 
-#: Nanoseconds between two readings, at least.
+#: Nanoseconds between two readings, at least. A reading visits each tensor, which takes some 1 µs.
 _EVERY_NS = 1_000_000_000
-#: Pause after a reading, in multiples of its CPU time: it visits each tensor, which takes some 0.5 µs.
-_PAUSE_RATIO = 2000
 _GRADIENTS, _STATE = range(2)
-#: Device number of host memory.
-_HOST = -1
 
 
 class OptimizerGauge:
@@ -55,8 +53,8 @@ class OptimizerGauge:
         now_ns = time.monotonic_ns()
         for (kind, index), total in totals.items():
             if kind in ("cpu", "cuda", "xpu"):
-                current.optimizer(now_ns, _HOST if kind == "cpu" else number_in_run(index or 0), *total)
-        self.due_ns = now_ns + max(_EVERY_NS, _PAUSE_RATIO * (time.thread_time_ns() - begun_cpu_ns))
+                current.optimizer(now_ns, HOST_DEVICE if kind == "cpu" else number_in_run(index or 0), *total)
+        self.due_ns = next_due_ns(now_ns, begun_cpu_ns, _EVERY_NS)
 
 
 def _tensors(optimizer: Any) -> Iterator[tuple[int, Any]]:
