@@ -105,7 +105,6 @@ class Findings:
         findings: the findings.
         page: path of the page that they are on; the link of a finding leads to the page that shows its evidence.
         params: the parameters of an address that select the run and its part, for a link opened in a new tab.
-
     """
 
     findings: Sequence[Finding]

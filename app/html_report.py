@@ -67,7 +67,6 @@ def render(run: Run, verdict: Verdict) -> str:
 
     Raises:
         TidegaugeError: the run cannot be read.
-
     """
     pages = [page for page in PAGES if page is not COMPARE]  # which needs several runs
     with read(run) as snapshot:

@@ -24,7 +24,6 @@ def charts_of(run: Run, verdict: Verdict, *, path: str | None, theme: str) -> li
 
     Raises:
         TidegaugeError: there is no such page, or the run cannot be read.
-
     """
     pages = [page for page in RUN_PAGES if path in (None, page.path)]
     if not pages:

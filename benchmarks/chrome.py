@@ -42,7 +42,6 @@ class Chrome:
         Raises:
             RuntimeError: it failed.
             TimeoutError: there was no answer in ANSWER_SECONDS.
-
         """
         self._asked += 1
         of_session = {} if session is None else {"sessionId": session}
@@ -67,7 +66,6 @@ class Window:
 
         Raises:
             RuntimeError: it threw.
-
         """
         told = self._chrome.ask(
             "Runtime.evaluate", self._session, expression=script, awaitPromise=True, returnByValue=True
@@ -95,7 +93,6 @@ def started(executable: str, profile: Path, arguments: Sequence[str]) -> Iterato
 
     Raises:
         TimeoutError: it did not start.
-
     """
     written = profile / "DevToolsActivePort"
     written.unlink(missing_ok=True)  # of one that was killed

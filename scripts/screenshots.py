@@ -94,7 +94,6 @@ def dashboard(
 
     Raises:
         RuntimeError: it did not answer in time.
-
     """
     port = port or free_port()
     streamlit = str(Path(sys.executable).with_name("streamlit"))

@@ -169,7 +169,6 @@ class Finding:
 
     Raises:
         ValueError: the kind is not in the vocabulary, or there is too little evidence.
-
     """
 
     kind: str
@@ -264,7 +263,6 @@ def from_json(body: Mapping[str, Any]) -> Finding:
     Raises:
         ValueError: this version of Tidegauge does not know it.
         TypeError: fields are missing or unknown.
-
     """
     parts: dict[str, Callable[..., Any]] = {"rate": Rate, "limit": Limit, "eta": _eta}
     return Finding(

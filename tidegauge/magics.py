@@ -67,7 +67,6 @@ class _Dashboard:
 
         Raises:
             TidegaugeError: it does not start.
-
         """
         if self._server is not None and self._server.poll() is None:
             return self._address

@@ -40,7 +40,6 @@ def start(
 
     Raises:
         TidegaugeError: Tidegauge's packages are not installed.
-
     """
     if missing := missing_packages():
         raise TidegaugeError(f"reading runs needs {', '.join(missing)}: pip install 'tidegauge[collector]'")
@@ -69,7 +68,6 @@ def ask_json(question: str, home: str | os.PathLike[str] | None = None, **detail
 
     Raises:
         TidegaugeError: there is no answer.
-
     """
     return json.loads(ask(question, home, **details)[:])
 
@@ -79,7 +77,6 @@ def ask(question: str, home: str | os.PathLike[str] | None = None, **details: ob
 
     Raises:
         TidegaugeError: there is no answer.
-
     """
     with tempfile.TemporaryFile() as answer:
         child = start(question, home, details, answer=answer, errors=subprocess.PIPE)

@@ -53,7 +53,6 @@ class Report:
         checks: everything that was looked at.
         ending: how a run that died ended, with the fields of docs/report.md; None for any other run.
         summary: figures of the whole run, with the fields of docs/report.md.
-
     """
 
     run_id: str
@@ -94,7 +93,6 @@ class Run:
         data_wait_ratio: share of the time in which training waited for data.
         host_peak_bytes: highest memory (PSS) of the training's processes together.
         device_peak_bytes: most memory that PyTorch's allocator reserved on a device.
-
     """
 
     run_id: str
@@ -121,7 +119,6 @@ class Run:
 
         Raises:
             TidegaugeError: it cannot be read.
-
         """
         body = ask_json("report", run=str(self.path))
         run = body["run"]
@@ -146,7 +143,6 @@ class Run:
 
         Raises:
             TidegaugeError: there is no such stream, the run cannot be read, or the library is not installed.
-
         """
         return _as_table(ask("query", run=str(self.path), stream=name, sql=None, params=None), library)
 
@@ -168,7 +164,6 @@ class Run:
 
         Raises:
             TidegaugeError: the SQL is wrong, the run cannot be read, or the library is not installed.
-
         """
         return _as_table(ask("query", run=str(self.path), stream=None, sql=sql, params=params), library)
 
@@ -177,7 +172,6 @@ class Run:
 
         Raises:
             TidegaugeError: there is no such page, the run cannot be read, or the dashboard is not installed.
-
         """
         charts = ask_json("charts", run=str(self.path), page=page, theme=theme)
         return tuple(Chart(**{**chart, "figure": _as_figure(chart["figure"])}) for chart in charts)
@@ -198,7 +192,6 @@ def open_run(run: str | os.PathLike[str] = "latest", *, home: str | os.PathLike[
 
     Raises:
         TidegaugeError: there is no such run, or there are several.
-
     """
     return _run(ask_json("find", home, run=os.fspath(run)))
 
@@ -208,7 +201,6 @@ def list_runs(*, home: str | os.PathLike[str] | None = None, trials: bool = Fals
 
     Raises:
         TidegaugeError: the home or the shared store cannot be read.
-
     """
     return list(map(_run, ask_json("list", home, trials=trials)))
 

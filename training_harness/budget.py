@@ -39,7 +39,6 @@ class Measure:
 
         Raises:
             ValueError: the value is not of this unit.
-
         """
         limit = _LIMITS[self.unit](value.strip()) if isinstance(value, str) else None
         if limit is None:
@@ -128,7 +127,6 @@ class Budget:
 
         Raises:
             ValueError: a name is unknown, a value has another unit, or the baseline is missing.
-
         """
         unknown = [name for name in values if name not in MEASURES and name != BASELINE]
         if unknown:

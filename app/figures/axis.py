@@ -112,7 +112,6 @@ def add_marks(
         findings: the moments since when they hold, the gravest first.
         theme: colours.
         clock: `queries.step_clock`, which a figure over steps needs.
-
     """
     axis = chart.axis
     if axis == "step" and len(clock) < 2:

@@ -70,7 +70,6 @@ class TimeChart(Chart):
         axis: the unit of x.
         hover: given x in a hover text, returns the text of its traces, if they name x.
         gpu: name of the GPU that it is about, empty if of none in particular.
-
     """
 
     axis: Axis = "elapsed"

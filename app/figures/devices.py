@@ -89,7 +89,6 @@ def usage(
         name: of the device.
         capacity_bytes: of the device, None if it is not known.
         share_bytes: the share of it that a process may use, if that is a limit of its own.
-
     """
     peak = max(highest(lines), float(errors["used_bytes"].max()) if errors["used_bytes"].notna().any() else 0.0)
     figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used")

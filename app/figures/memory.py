@@ -160,7 +160,6 @@ def per_process(
         metric: the column of `process` that is drawn.
         resident: the RSS of processes whose metric was never read; else these would not be drawn.
         title: the question that the figure answers.
-
     """
     word = METRIC_WORDS[metric]
     parts = {"": dict(iter(lines.points.groupby("series")))}

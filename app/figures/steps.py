@@ -159,7 +159,6 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
         theme: colours.
         axis: the axis of x.
         metric: name of the memory metric in words.
-
     """
     scale, unit = byte_axis(max((float(total["value"].max()) for total in runs.values()), default=0.0))
     x_title, x_hover = _OF_EACH[axis]

@@ -185,7 +185,6 @@ def moment_of(
         theme: colours.
         address: gives the address of a page, for the links of marks.
         loader: the DataLoader to show; the busiest one if this one was not used in the window.
-
     """
     manifest = run.manifest
     origin = queries.origin_ns(manifest) or reach.first_ns

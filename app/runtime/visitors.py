@@ -46,7 +46,6 @@ def is_expected(user: Mapping[str, Any], visitors: Sequence[str] | None) -> bool
     Args:
         user: the provider's claims about the visitor (OpenID Connect).
         visitors: addresses and domains (`@example.org`), None for no list.
-
     """
     if visitors is None:
         return True

@@ -121,7 +121,6 @@ def parse_tags(text: str) -> dict[str, str]:
 
     Raises:
         ValueError: a part is no KEY=VALUE.
-
     """
     tags = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -137,7 +136,6 @@ def edit_between(shown: Facts, entered: Facts) -> Edit:
 
     Raises:
         ValueError: a tag is no KEY=VALUE.
-
     """
     before, after = parse_tags(shown.tags), parse_tags(entered.tags)
     return Edit(

@@ -86,7 +86,6 @@ class Case:
         kind: the finding that is right; None where none is.
         memory: of the device, as the simulator reads it.
         onset: share of the program's steps after which it leaks until memory runs out; None if it does not run out.
-
     """
 
     name: str

@@ -83,7 +83,6 @@ class Case:
         limit_mib: of its memory cgroup.
         shm_mib: of its own /dev/shm.
         steady: what leaks does so at one rate, so that the time to a limit has a true value.
-
     """
 
     name: str

@@ -34,7 +34,6 @@ class Training:
         options: of `tidegauge run`.
         environ: further variables of its environment.
         group: trainings of one group run side by side: the healthy ones beside none that takes ever more memory.
-
     """
 
     name: str

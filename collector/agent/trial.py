@@ -188,7 +188,6 @@ class TrialResult:
         loop: the loop with most batches; None without a batch.
         failure: why it failed, in words; empty if it did not.
         fits: False if memory ran out.
-
     """
 
     tables: RunTables
@@ -227,7 +226,6 @@ def memory_shortage(tables: RunTables, exit_status: int | None) -> str:
     Args:
         tables: the tables of the trial's run.
         exit_status: exit status if the training ended by itself, -n for signal n.
-
     """
     if not exit_status and not tables.events_of("exception"):
         return ""  # Its processes that died were ended with the trial.

@@ -38,7 +38,6 @@ class Figure:
         note: what was looked for and not found.
         reason: why the figure is not known; empty if it is.
         finding: the finding that explains it best.
-
     """
 
     value: float | None = None

@@ -48,7 +48,6 @@ class Search:
     Attributes:
         rows: one per size.
         is_complete: whether no larger size is worth a trial; False if the search ended before.
-
     """
 
     rows: list[Row]
@@ -82,7 +81,6 @@ def try_sizes(trials: Trials, effective: int | None) -> int:
     Args:
         trials: what is tried.
         effective: samples of an effective batch, which is to be accumulated; None if none is asked for.
-
     """
     say(f"the script's own batch size, {trials.seconds:g} s of training")
     signals = trials.signals

@@ -40,7 +40,6 @@ def require_value(_context: click.Context, option: click.Parameter, value: T) ->
 
     Raises:
         click.BadParameter: the value was left out.
-
     """
     text = str(value)
     if text.startswith("--"):

@@ -270,7 +270,6 @@ def the_app(module: str, purpose: str) -> Iterator[Any]:
 
     Raises:
         TidegaugeError: the dashboard is not installed; `purpose` says what needs it.
-
     """
     if any(importlib.util.find_spec(name) is None for name in ("app", "plotly", "streamlit")):
         raise TidegaugeError(f"{purpose} the dashboard; install it with: pip install 'tidegauge[app]'")

@@ -370,7 +370,6 @@ def _open_outlets(
 
     Raises:
         TidegaugeError: the metrics cannot be served at the given address.
-
     """
     is_regular = live != NO_LIVE_OPTIONS or investigate or before_oom is not None or card
     if not is_regular and hangs is None and not sets_workers:

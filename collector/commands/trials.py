@@ -28,7 +28,6 @@ class Trials:
         most: number of trials besides the one of the script as it is.
         as_json: whether the results are printed as JSON.
         signals: signals that asked for an end; then there is no further trial.
-
     """
 
     command: tuple[str, ...]

@@ -58,7 +58,6 @@ class ExitRecord:
         step: number of the victim's last step that ended, from 0.
         seconds: time from the start of the run to the victim's end.
         followers_count: training processes that ended because of it.
-
     """
 
     reason: str

@@ -62,7 +62,6 @@ class Verdict:
             last_minute has what each process held and did (`last_states`), without earlier_workers_count workers.
         ending: how the run died, None if it goes on or ended normally.
         awaited: stacks behind findings on waiting, in the order of the findings, where they were sampled.
-
     """
 
     findings: tuple[Finding, ...]

@@ -70,7 +70,6 @@ def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str
         name: name of the run.
         command: returns a command of Tidegauge for the run's home, from its words.
         verbose: show every measurement, and the details of information too.
-
     """
     ways = [("Dashboard", command("dashboard"))]
     if not verbose and any(_has_more(finding) for finding in verdict.findings):

@@ -161,7 +161,6 @@ def parse_condition(text: str) -> Condition:
 
     Raises:
         ValueError: the text is no condition, or names an unknown figure.
-
     """
     match = _CONDITION.fullmatch(text.strip())
     if match is None or match["name"] not in FIGURES:
@@ -177,7 +176,6 @@ def violations(conditions: Iterable[Condition], runs: Mapping[str, Mapping[str, 
 
     Raises:
         TidegaugeError: a figure was not measured in one of the runs.
-
     """
     (first_id, first), *others = runs.items()
     lines = []

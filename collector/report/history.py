@@ -270,7 +270,6 @@ class FindingHistory:
         first: oldest run with it; None if that is the oldest of all, so that it may be older.
         gone: first run without it since then; None if the newest run has it.
         known: the reason for which it is accepted.
-
     """
 
     identity: Identity

@@ -50,7 +50,6 @@ def change_known(run: Run, identities: Iterable[Identity], reason: str | None) -
 
     Raises:
         TidegaugeError: that cannot be stored, or the manifest cannot be read.
-
     """
     command = command_of(run.manifest)
     changed = [

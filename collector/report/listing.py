@@ -62,7 +62,6 @@ class ListEntry:
         commit: git commit of the folder that the command ran in; None if it was in no repository.
         is_dirty: True if files differed from that commit; None if that is not known.
         is_trial: True for a trial of `tidegauge tune`.
-
     """
 
     run_id: str

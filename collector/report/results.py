@@ -69,7 +69,6 @@ class Result:
         memory_bytes: small curve of that PSS over the run.
         machine: in words; runs on machines of another size are not compared.
         findings: the gravest first.
-
     """
 
     status: str
@@ -132,7 +131,6 @@ def save_result(run: Run, result: Result) -> None:
 
     Raises:
         TidegaugeError: it cannot be stored.
-
     """
     change_document(run, RESULT, lambda _: finite({"schema": SCHEMA, **asdict(result)}))
 

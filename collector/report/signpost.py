@@ -52,7 +52,6 @@ def link(verdict: Verdict, run_id: str, address: str) -> tuple[str, str]:
         verdict: the verdict on the run.
         run_id: id of the run.
         address: address of the dashboard.
-
     """
     finding = gravest(verdict)
     path, shows = _HEALTHY if finding is None else page_of(finding.kind)

@@ -45,7 +45,6 @@ class AllocatorSnapshot:
         segments: device, address, total_bytes, allocated_bytes, blocks (a list of (offset, bytes, in use)).
         sites: site (file:line function, in the user's code where possible), blocks_count, allocated_bytes; the
             largest first. Empty if the allocation history was not recorded.
-
     """
 
     name: str
@@ -60,7 +59,6 @@ def newest_allocator_snapshot(run: Run) -> AllocatorSnapshot | None:
 
     Raises:
         TidegaugeError: it is damaged.
-
     """
     paths = sorted((run.path / SNAPSHOTS).glob("*.allocator.json.gz"), key=_time_ns)
     if not paths:
@@ -83,7 +81,6 @@ class SiteGrowth:
         grown_count: growth of the number of live tensors or blocks.
         grown_bytes: growth of their memory.
         grown_nodes_count: growth of the number of graph nodes that its tensors hold.
-
     """
 
     site: str
@@ -104,7 +101,6 @@ class ProcessGrowth:
         window: the two moments, in words.
         held_bytes: device -> growth of the memory that the process held there; "cpu" is its resident memory.
         lines: the allocation sites, in no order.
-
     """
 
     event: Mapping[str, Any]
@@ -120,7 +116,6 @@ def read_growths(run: Run, events: Sequence[Mapping[str, Any]]) -> tuple[list[Pr
         run: the run.
         events: its events. For each process, the newest `growth` snapshot counts, and the first and last allocator
             snapshot with stacks. A file that is on another node is skipped.
-
     """
     growths, problems = [], []
     growth_events, allocator_events = dict[Any, Mapping[str, Any]](), dict[Any, list[Mapping[str, Any]]]()
@@ -150,7 +145,6 @@ def read_growth(run: Run, event: Mapping[str, Any]) -> ProcessGrowth:
 
     Raises:
         OSError: the file cannot be read. A damaged file raises other errors (`_DAMAGED`).
-
     """
     document = _load(run.path / event["path"])
     steps, unit = int(document["steps_count"]), document["unit"]

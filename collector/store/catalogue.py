@@ -23,7 +23,6 @@ def list_runs(home: Path) -> list[Run]:
 
     Raises:
         TidegaugeError: the home cannot be read.
-
     """
     if os.environ.get(layout.STORE_VARIABLE):
         from collector.store.cluster import mirror
@@ -53,7 +52,6 @@ def find_run(home: Path, spec: str) -> Run:
 
     Raises:
         TidegaugeError: there is none, or more than one.
-
     """
     as_path = Path(os.path.expanduser(spec))
     if spec and os.path.isfile(as_path / layout.MANIFEST):

@@ -21,7 +21,6 @@ def annotate(run: Run, edit: Edit) -> Annotation:
 
     Raises:
         TidegaugeError: it cannot be stored.
-
     """
     tags = run.recorded_tags
     body = change_document(run, documents.ANNOTATION, lambda body: asdict(edit.apply(annotation_of(body), tags)))
@@ -33,7 +32,6 @@ def change_document(run: Run, name: str, change: Change) -> Mapping[str, Any]:
 
     Raises:
         TidegaugeError: it cannot be stored.
-
     """
     return _change(run.path, run.run_id if run.is_shared else None, name, change)
 
@@ -43,7 +41,6 @@ def change_home_document(home: Path, name: str, change: Change, *, is_shared: bo
 
     Raises:
         TidegaugeError: it cannot be stored.
-
     """
     return _change(home, "" if is_shared else None, name, change)
 

@@ -43,7 +43,6 @@ class Place:
         options: options of ATTACH, in SQL.
         extensions: needed extensions besides DuckLake and SQLite.
         prepare: SQL statements to run first, such as those that register credentials.
-
     """
 
     catalog: str
@@ -62,7 +61,6 @@ class Instance:
         lake: key of the lake that stays attached to it, if one does.
         version: version of that lake when it was last read.
         versions_count: number of versions read.
-
     """
 
     connection: duckdb.DuckDBPyConnection
@@ -84,7 +82,6 @@ def open_connection(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyCo
 
     Raises:
         TidegaugeError: an extension cannot be loaded.
-
     """
     with borrow_instance(threads=threads) as instance, instance.cursor() as connection:
         yield connection
@@ -98,7 +95,6 @@ def borrow_instance(*, threads: int | None = None, lake: Hashable = None) -> Ite
 
     Raises:
         TidegaugeError: an extension cannot be loaded.
-
     """
     idle = _idle[os.getpid()]
     with _idle_lock:
@@ -161,7 +157,6 @@ def prepare(connection: duckdb.DuckDBPyConnection, place: Place) -> None:
     Raises:
         duckdb.Error: a statement fails.
         TidegaugeError: an extension cannot be loaded.
-
     """
     for name in place.extensions:
         load_extension(connection, name)
@@ -174,7 +169,6 @@ def load_extension(connection: duckdb.DuckDBPyConnection, name: str) -> None:
 
     Raises:
         TidegaugeError: it cannot be loaded.
-
     """
     path = _packaged(name)
     try:

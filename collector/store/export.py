@@ -79,7 +79,6 @@ def export_run(
     Raises:
         TidegaugeError: there is no such format, the run cannot be read, or the directory cannot be written or is
             not empty. Then no file is left in it.
-
     """
     if form not in FORMATS:
         raise TidegaugeError(f"no format {form!r}; this version writes {' and '.join(FORMATS)}")

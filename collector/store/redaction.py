@@ -45,7 +45,6 @@ class Redactor:
 
     Args:
         hosts: host names of the run; each becomes `host-1`, `host-2`, …
-
     """
 
     def __init__(self, hosts: Iterable[str]) -> None:

@@ -38,7 +38,6 @@ class Recording:
         options: of `tidegauge run`.
         environ: further variables of its environment.
         others_bytes: memory that another job has on device 0 meanwhile, without its context.
-
     """
 
     words: tuple[str, ...]

@@ -40,7 +40,6 @@ class SnapshotTraining:
         said: what it wrote: `outputs` of the commands, and for each step the bytes that PyTorch reports as
             allocated and reserved when it ends, and how many tensors it keeps.
         answers: what -> the event of the snapshot.
-
     """
 
     run: Watched

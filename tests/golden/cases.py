@@ -17,7 +17,6 @@ class Case:
         memory_mib: limit of a memory cgroup of its own, which the kernel ends it at.
         files_count: the number of files that a process may have open.
         gpu_memory: of the simulated device that the job runs on.
-
     """
 
     job: tuple[str, ...]

@@ -22,7 +22,6 @@ class PageReader(HTMLParser):
 
     Attributes:
         pages: page -> its blocks, in order.
-
     """
 
     def __init__(self) -> None:

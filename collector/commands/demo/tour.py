@@ -36,7 +36,6 @@ class Stop:
         job: the words after `tidegauge job`.
         shows: description of the run in a few words.
         memory_mib: memory limit of the run, None for none.
-
     """
 
     name: str

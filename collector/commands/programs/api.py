@@ -106,7 +106,6 @@ def _write_rows(run: Run, wanted: Mapping[str, Any], answer: BinaryIO) -> None:
 
     Raises:
         TidegaugeError: there is no such stream, or the SQL is wrong.
-
     """
     from collector.store import read
 

@@ -61,7 +61,6 @@ class _Scene:
         growth: the growth of live tensors before it, None if they and their number did not grow.
         batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
         phase: phase of the framework, None if it recorded none.
-
     """
 
     error: CudaError
@@ -244,7 +243,6 @@ class CudaError:
         device: its number in that process, None if not known.
         event: the `cuda-oom` event. If a worker's error ended the training, the training's record of it is added.
         slot: (training process, loader, worker id) of a worker; the loader is None if not known.
-
     """
 
     key: ProcessKey
@@ -311,7 +309,6 @@ def figures_at(tables: RunTables, error: CudaError) -> dict[str, float]:
         requested, free, limit, allocated and reserved, each with `_bytes`, from the observer, else from the
         message, which rounds them; `TOTAL`; and the use of memory outside this process's PyTorch. Unknown figures
         are absent.
-
     """
     event, message = error.event, message_figures(str(error.event.get("message") or ""))
     figures = {name: float(event[name]) for name in _AT_ERROR if whole(event.get(name)) is not None}
@@ -379,7 +376,6 @@ def message_figures(message: str) -> dict[str, float]:
     Returns:
         requested, total (of the device), free, process_used, allowed (where a fraction is set), allocated and
         unallocated (reserved, and no tensor uses it), each with `_bytes`.
-
     """
     figures = {}
     for name, patterns in _FIGURES.items():

@@ -51,7 +51,6 @@ class Pace:
         tail_wait_ratio: share of the starving at batches that took 3 times the usual fetch.
         tail_ratio: share of such batches.
         first_ns, last_ns: the window.
-
     """
 
     batches: int

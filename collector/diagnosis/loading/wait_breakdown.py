@@ -46,7 +46,6 @@ class WaitBreakdown:
         fetches: a row per fetch of the loop: epoch, index, worker, and when it had no index (`idle_from_ns`), began
             (`begun_ns`), began to collate (`collating_ns`) and ended (`made_ns`).
         stages: ns of each fetch by stage, a column per stage; the rows of `fetches`.
-
     """
 
     loop: Loop
@@ -248,7 +247,6 @@ def cost_per_stage(tables: RunTables, loop: Loop) -> pd.DataFrame:
         stage, in_fetch (false: called by the training loop), calls (NaN: not counted), calls_per_batch,
         total_seconds, batch_ms (per batch made, or used by the loop), cpu_ratio (share of the stage's time, where
         it was measured), fetch_ratio (share of all fetch time; NaN outside a fetch).
-
     """
     fetch = loop.fetches[_among(loop.fetches, loop.batches, _OF_BATCH)]
     getitem_ns, collate_ns = (float(np.nansum(floats(fetch, name))) for name in ("getitem_ns", "collate_ns"))

@@ -25,7 +25,6 @@ class Lanes:
         bars: worker (NaN: the training loop), kind (`idle`, `getitem`, `collate`, `parked`; in the loop: `wait`,
             `work`), index of the batch, by (the worker that made the batch), begin_ms (since `begin_ns`) and
             duration_ms. `parked` lasts from the end of a batch's fetch until the batch is yielded.
-
     """
 
     begin_ns: float
@@ -39,7 +38,6 @@ def waits_by_position(breakdown: WaitBreakdown) -> pd.DataFrame:
     Returns:
         position (index modulo num_workers), worker, n, mean_ms, p95_ms, and ratio of all waiting; without the first
         batches of each epoch, for which the queues were empty.
-
     """
     rows = breakdown.waits[breakdown.waits["index"] >= breakdown.loop.ramp]
     position = rows["index"] % max(breakdown.loop.num_workers, 1)

@@ -65,7 +65,6 @@ class _Copies:
             free memory, or that the parent writes, become private too, but early.
         burst_bytes: the part that one batch may have copied: one garbage collection touches every object, and these
             pages stay private.
-
     """
 
     total_bytes: float

@@ -63,7 +63,6 @@ class Course:
         limit: the limit that it grows towards.
         reserve: part of the limit that is in use and not counted in the use.
         filling: the growth as one that ends, beyond the limit, if it decelerates.
-
     """
 
     what: str

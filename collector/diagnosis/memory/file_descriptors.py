@@ -207,7 +207,6 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
         tables: the run.
         host: the host of the workers.
         main: the training process of the workers; None for all.
-
     """
     settings, replaced = loader_settings(tables), dict[int, float]()
     newest: dict[tuple[ProcessKey, int], list[int]] = {}

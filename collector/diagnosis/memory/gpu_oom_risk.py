@@ -51,7 +51,6 @@ class _Memory:
         peak_bytes: the highest use, NaN if not known.
         used, library, others: bytes that the driver counts: all, those of the run's processes outside PyTorch, and
             those of other processes; None where it does not report them.
-
     """
 
     what: str

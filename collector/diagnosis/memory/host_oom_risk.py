@@ -56,7 +56,6 @@ def find_host_risk(tables: RunTables, copies: Sequence[Finding] = ()) -> list[Fi
     Args:
         tables: the run.
         copies: its copy-on-read findings: growth that ends at a known plateau.
-
     """
     hosts = pd.unique(tables.stream("host")["host"])
     findings = [

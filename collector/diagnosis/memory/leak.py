@@ -77,7 +77,6 @@ class Use:
         times: times of the samples, seconds.
         values: the use at these times, in the unit of the resource; NaN where not known.
         steps: the step that the training was in at these times.
-
     """
 
     series: str
@@ -180,7 +179,6 @@ def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: i
         key: the process.
         times: seconds.
         device: the device that holds them; None for host memory.
-
     """
     rows = written(tables, "optimizer", key)
     rows = rows[floats(rows, "device") == (HOST_DEVICE if device is None else device)]
@@ -200,7 +198,6 @@ def optimizer_finding(
         kept: what they keep (`optimizer_bytes`).
         negligible: a rise below this is of no interest.
         grows: subject and verb of the sentence.
-
     """
     whole = replace(use, values=use.values + kept)
     trend = whole.growth(negligible)
@@ -234,7 +231,6 @@ def leak_finding(
         witnesses: what confirms the growth.
         iterates: whether the process has batches or steps: one without may still be loading its data.
         words: for the sentences of the resource, beside those of the growth and the locus.
-
     """
     begin_ns, unit = trend.since_seconds * SECOND_NS, resource.unit
     words = {**asdict(use.locus), **_growth_words(trend, unit), **words}
@@ -315,7 +311,6 @@ def young_growth(tables: RunTables, use: Use, trend: Growth | None, negligible: 
         use: its use.
         trend: the growth of the use that is not negligible, if any.
         negligible: a rise below this is no leak.
-
     """
     if trend is not None:
         return trend if is_brief(tables, use, trend) else None
@@ -359,7 +354,6 @@ def young_finding(
         negligible: a rise below this is no leak.
         grows: subject and verb of the sentence.
         unit: `bytes` or `count`.
-
     """
     end = float(use.times[-1])
     lasted, degree = end - trend.since_seconds, "little" if trend.rise < negligible else "brief"
@@ -388,7 +382,6 @@ def bounded_finding(
         filling: its growth.
         witnesses: what confirms the growth.
         fills: subject and verb of the sentence.
-
     """
     trend = growth_of(filling)
     low, high = float(filling.ends.min()), float(filling.ends.max())

@@ -29,7 +29,6 @@ class Resource:
         risk: kind of the finding that a limit will be met.
         max_headroom_ratio: headroom above which a forecast is no warning, as a multiple of the observed rise.
         full: sentence on a use near the limit that does not grow.
-
     """
 
     unit: str = "bytes"

@@ -68,7 +68,6 @@ class SharedMemory:
         total: its size in bytes.
         batch: size of the largest batch that a worker handed over, NaN if none is known.
         workers: workers that may write at once: the sum, over training processes, of their largest loader's.
-
     """
 
     times: Floats

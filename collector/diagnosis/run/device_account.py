@@ -20,7 +20,6 @@ def accounts(driver: pd.DataFrame, allocators: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         gpu, elapsed_seconds, and bytes for each of `DEVICE_PARTS` and `UNATTRIBUTED`, NaN where not known.
-
     """
     keys = ["gpu", "bucket", "elapsed_seconds"]
     ranks, device = allocators.groupby(keys)[_ALLOCATOR_COLUMNS].sum(skipna=False), driver.set_index(keys)

@@ -94,7 +94,6 @@ class RunTables:
         totals: the rows of each stream over the whole run.
         grown: allocations that processes made between two moments and still hold, by source line.
         problems: one line of text for each thing that could not be read; the tables lack it.
-
     """
 
     manifest: Mapping[str, Any]
@@ -144,7 +143,6 @@ def load_tables(run: Run) -> RunTables:
 
     Raises:
         TidegaugeError: the run cannot be read.
-
     """
     manifest = run.manifest
     with read(run) as snapshot:

@@ -41,7 +41,6 @@ class LoadingCase:
         setting: its `loader` event, empty without one.
         waited: the loss by all of its waits.
         since_step: step at the first steady batch.
-
     """
 
     tables: RunTables
@@ -112,7 +111,6 @@ class EpochStarts:
         loop: the loop.
         passes: the epochs that were measured (`epoch_start.passes`).
         loss: what the starts of all of its epochs cost the run.
-
     """
 
     tables: RunTables

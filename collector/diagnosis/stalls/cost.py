@@ -26,7 +26,6 @@ class Loss:
         ratio: its share of the run's wall time, so that a short process weighs little.
         n: number of observations.
         window: the time of the observations, in words.
-
     """
 
     seconds: float

@@ -56,7 +56,6 @@ def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
         first_fetch: time of the worker for the first batch.
         batches: number of batches yielded.
         seconds: time from the first batch to the last.
-
     """
     recent = np.unique(floats(loop.batches, "epoch"))[-RECENT_EPOCHS:]
     batches, fetches = (rows[rows["epoch"].isin(recent)] for rows in (loop.batches, loop.fetches))
@@ -138,7 +137,6 @@ def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[flo
         start: the start of the epoch, by the worker of its first batch.
         first_ns: time of the first batch.
         wait_ns: wait for the first batch.
-
     """
     if start is None or not start.begun_ns <= start.ready_ns <= first_ns:
         return 0.0, math.nan, 0.0

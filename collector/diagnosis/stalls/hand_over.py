@@ -39,7 +39,6 @@ class HandOver:
         made_ratio: share of the batches that were made before the loop asked for them.
         ready_batches: batches in the result queue, NaN if not known.
         payload_bytes: size of a batch, NaN if not known.
-
     """
 
     batches: int

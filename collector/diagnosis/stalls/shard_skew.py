@@ -32,7 +32,6 @@ class ShardSkew:
         tail_batches: number of batches after a worker had run out, in all of them.
         share: samples of the worker with most, over an even share; mean.
         worker: the worker that mostly has most; None if that changes.
-
     """
 
     seconds: float

@@ -35,7 +35,6 @@ def first_passage_times(clock: Floats, values: Floats, limit: float) -> Floats:
 
     Returns:
         `FUTURES_COUNT` times after the last sample, in the unit of the clock.
-
     """
     generator = np.random.default_rng(0)
     x, y = _levels(clock, values)
@@ -118,7 +117,6 @@ def _simulate(
         width: length of an interval on the clock.
         slope: growth of the past, which sets how far to simulate.
         generator: source of the random numbers.
-
     """
     intervals = max(1, math.ceil(_HORIZON_RATIO * max(float(distances.max()) / slope, 5 * width) / width))
     width, intervals = width * max(1.0, intervals / _MAX_INTERVALS), min(intervals, _MAX_INTERVALS)

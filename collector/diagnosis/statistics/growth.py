@@ -69,7 +69,6 @@ class Growth:
         rise: rise of the envelope after the warm-up.
         since_seconds: time at which the growth began.
         n: points after the warm-up.
-
     """
 
     slope: float
@@ -91,7 +90,6 @@ def growth(
         negligible: a rise below this (in the unit of the values) is of no interest.
         steps: the step that the training was in at each time. A leak per step grows unevenly in time where the pace
             changes, so growth is tested on this clock too. Growth that has come to rest on it has ended.
-
     """
     by_time = _growth_on(times_seconds, values, negligible, PARTS_COUNT)
     if steps is None:

@@ -59,7 +59,6 @@ class Doubt:
     Attributes:
         likelihood: likelihood ratio up to which such a growth is plausible.
         leak_ratio: least rate of a leak beside a cache, as a share of the mean rate of growth.
-
     """
 
     likelihood: float
@@ -81,7 +80,6 @@ class Saturation:
         rise: growth so far.
         since: time at which the fit begins, on the clock.
         n: points that were fitted.
-
     """
 
     level: float
@@ -129,7 +127,6 @@ def saturation(
         negligible: a rise below this (in the unit of the values) is of no interest.
         doubt: what must be ruled out.
         parts: number of parts of the series in which rises are counted, to see a rest at its end.
-
     """
     is_known = np.isfinite(values) & np.isfinite(clock)
     times, levels = thin(clock[is_known], values[is_known])

@@ -32,7 +32,6 @@ class StepPace:
         seconds: observed time.
         steps: number of steps in that time.
         parts: seconds per step in each quarter of these steps.
-
     """
 
     seconds: float
@@ -64,7 +63,6 @@ class StepPace:
 
         Args:
             horizons: lengths of the futures, as multiples of the observed time.
-
         """
         generator = np.random.default_rng(0)
         x = (np.arange(_PARTS_COUNT) + 0.5) / _PARTS_COUNT

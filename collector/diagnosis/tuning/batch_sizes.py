@@ -39,7 +39,6 @@ class BatchSizeRun:
         room_bytes: highest allowed peak, with a margin below the limit.
         resource: `GPU 0`, `host memory` or `cgroup`.
         is_device: whether the resource is a device.
-
     """
 
     batch_size: float
@@ -104,7 +103,6 @@ def next_size(points: Sequence[BatchSizeRun], refused: Sequence[float]) -> int |
     Args:
         points: sizes that ran.
         refused: sizes that ran out of memory.
-
     """
     least = min(refused, default=math.inf)
     if not points:

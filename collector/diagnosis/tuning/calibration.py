@@ -48,7 +48,6 @@ class Calibration:
         batches_per_second, wait_ratio: measured rate, and measured share of the time that the loop waited.
         samples_per_batch: mean, NaN if unknown.
         payload_bytes: bytes of the largest batch; NaN if unknown.
-
     """
 
     trace: Trace
@@ -213,7 +212,6 @@ class _FetchCosts:
         slowdown: times longer that computing took for lack of cores, without the waits of children, which the
             kernel does not count.
         has_children: whether children do a part of the computing.
-
     """
 
     wall: Floats

@@ -41,7 +41,6 @@ class PrivateMemory:
         copied: `sizes` less the resident memory. It rises as pages of the parent are copied, which the garbage
             collector does to all of them, however many batches a worker makes.
         late_ages: the ages in the later half of the loop's time.
-
     """
 
     ages: Floats
@@ -69,7 +68,6 @@ class HeldMemory:
         usual: median in the later half of the loop's time, while all of its workers lived.
         most: maximum since the first batch.
         worker: private memory of each worker, a part of both.
-
     """
 
     usual: float
@@ -88,7 +86,6 @@ class LoaderMemory:
         payload, largest: bytes of a batch, mean and maximum; 0 if unknown.
         room, shm_room: headroom in all, and in /dev/shm.
         step: difference that is too small to matter (1 % of the limit).
-
     """
 
     held: float
@@ -157,7 +154,6 @@ def loader_memory(tables: RunTables, loop: Loop, current: Prediction) -> LoaderM
         tables: the tables of the run.
         loop: a loop of the run.
         current: the replay's prediction for the run's own setting.
-
     """
     host = loop.main[0]
     until = loop.batches["time_ns"].iloc[-1]  # later, the loop gives its memory back

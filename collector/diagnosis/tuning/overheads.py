@@ -39,7 +39,6 @@ class Overheads:
             out of order, so they cost nothing later (torch parks them in `_task_info`).
         busy_hand_over: how much longer taking takes, at most, while the worker that made the batch computes its
             next one: threads of that worker send the batch and its file descriptors, and wait for its GIL.
-
     """
 
     gap: Floats | float = 0.0
@@ -59,7 +58,6 @@ def overheads(rows: pd.DataFrame, *, prefetch_factor: int, computing_ratio: floa
         rows: batches with their fetches in the order of yields: epoch, worker and times (`_ns`).
         prefetch_factor: prefetch factor of the run.
         computing_ratio: share of the fetch time that computes.
-
     """
     gap, dispatch = _before_fetches(rows, prefetch_factor)
     made, asked, yields = (rows[name].to_numpy(dtype=float) for name in ("made_ns", "asked_ns", "yield_ns"))

@@ -35,7 +35,6 @@ class Recommendation:
         setting: the setting, which may be its own; None if it is not known, or not known yet.
         best: the prediction for another setting.
         reason: why there is no other setting, in words; empty with one.
-
     """
 
     loop: Loop

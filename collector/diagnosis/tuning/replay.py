@@ -66,7 +66,6 @@ class Trace:
             stay.
         start, start_each: time until the first worker of an epoch fetches, and until each further one does.
         cores: cores for this training process and its workers.
-
     """
 
     cpu: Floats
@@ -99,7 +98,6 @@ class Prediction:
         wait_ratio: share of its time that the loop waits on the trace.
         held_batches: mean number of batches that are ready, or in use by the loop.
         spread: standard error of the logarithm of the throughput.
-
     """
 
     setting: Setting
@@ -113,7 +111,6 @@ class Prediction:
 
         Args:
             error: error of the model in nine of ten cases, as a logarithm, which adds to the spread.
-
         """
         factor = math.exp(math.hypot(_Z * math.sqrt(2) * self.spread, error))
         return self.batches_per_second / factor, self.batches_per_second * factor
@@ -129,7 +126,6 @@ def predict(
         settings: the settings to predict.
         cores: cores of each setting, instead of those of the trace.
         seed: seed of the resampling.
-
     """
     order = _resamples(len(trace.loop), np.random.default_rng(seed))
     rates, waits, ready = _replay(trace, settings, order, cores)
@@ -175,7 +171,6 @@ def replay_shorter_fetches(
         setting: the setting of the run.
         slowdowns: times longer that computing took in the workers, and in the loop.
         fetch_ratios: (batches, variants) share of each fetch that is left.
-
     """
     count = fetch_ratios.shape[1]
     joined = dataclasses.replace(

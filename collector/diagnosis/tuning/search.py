@@ -43,7 +43,6 @@ class Plan:
         smaller: settings with fewer workers, to try if none so far fits into memory.
         current: prediction for the run's own setting; None without a prediction.
         why_unpredicted: the reason why there is no prediction, in words; empty if there is one.
-
     """
 
     candidates: tuple[Candidate, ...]

@@ -53,7 +53,6 @@ class Sharing:
         spread_ratio: usual relative difference between the fetches of a worker.
         jitter_ratio: relative difference that the machine makes.
         service: seconds that each fetch would have been blocked alone, if the resource is shared in proportion.
-
     """
 
     correlation_ratio: float
@@ -109,7 +108,6 @@ def measure_sharing(
             no new evidence.
         queued_ratio: share of their time that the fetches wait for a core. A machine that busy makes them differ by
             as much.
-
     """
     order = np.argsort(begins, kind="stable")
     begins, ends, durations = begins[order], ends[order], np.maximum(blocked[order], 1e-6)

@@ -31,7 +31,6 @@ class SpeedUp(TypedDict):
         batch_seconds: time of the stage now.
         enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough.
         free_wait_ratio: share of its time that the loop would still wait if the stage took no time.
-
     """
 
     batch_seconds: float | None

@@ -58,7 +58,6 @@ class Option(Rate):
         memory_bytes: host memory while the loop runs (`LoaderMemory.needed`), NaN if unknown.
         most_bytes: host memory when the training pauses and the queues are full.
         fits: whether `most_bytes` fits.
-
     """
 
     setting: Setting
@@ -82,7 +81,6 @@ class Forecast:
         current: prediction for the run's own setting.
         options: predictions for the grid, `current` included.
         best: the option to set; None where nothing is gained.
-
     """
 
     measured: Calibration
@@ -116,7 +114,6 @@ class Limits:
         taken_cores: cores that other loops use.
         taken_bytes, taken_shm_bytes: memory that other loops will take, in all and in /dev/shm.
         most_workers: largest number of workers to consider.
-
     """
 
     taken_cores: float = 0.0
@@ -135,7 +132,6 @@ def option_text(option: Option, per_batch: float = 1.0, unit: str = "batches/s")
         option: the prediction for a setting.
         per_batch: number of `unit`'s things in a batch, such as samples.
         unit: unit of the throughput.
-
     """
     rate, low, high = (number(value * per_batch) for value in (option.batches_per_second, option.low, option.high))
     words = f"{rate} {unit} ({low}-{high})"

@@ -98,7 +98,6 @@ def take_part(run: Run) -> None:
 
     Raises:
         TidegaugeError: the store cannot be reached, or does not take this node.
-
     """
     parts = postgres.register(run.manifest)
     try:
@@ -113,7 +112,6 @@ def is_first(run: Run) -> bool:
 
     Raises:
         TidegaugeError: the store cannot be reached.
-
     """
     parts = postgres.nodes(run.run_id)[run.run_id]
     running = [part for part in parts if part["end_time_ns"] is None] or parts

@@ -87,7 +87,6 @@ class Address:
         conninfo: libpq connection string of the database, without the password.
         password: password from the URL, if it has one.
         data: the folder or `s3://` prefix of all runs, with a slash at its end.
-
     """
 
     conninfo: str
@@ -139,7 +138,6 @@ def register(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         TidegaugeError: another node of the same name takes part in the run, this one does not, or the store cannot
             be reached.
-
     """
     if manifest.get(MIRROR):
         raise TidegaugeError(f"run {manifest['run_id']} belongs to other nodes: collect it there")
@@ -181,7 +179,6 @@ def change_document(run_id: str, name: str, change: Callable[[str | None], str])
 
     Raises:
         TidegaugeError: the store cannot be reached, or may not be written.
-
     """
     key = (run_id, name)
     with _registry() as registry, registry.transaction():

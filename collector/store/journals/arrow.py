@@ -61,7 +61,6 @@ def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop_byte
 
     Raises:
         JournalError: the file cannot be read.
-
     """
     return tabulate(header.stream, [(header, raw_records(path, header, offset_bytes, stop_bytes))])
 
@@ -71,7 +70,6 @@ def raw_records(path: Path, header: SegmentHeader, offset_bytes: int, stop_bytes
 
     Raises:
         JournalError: the file cannot be read.
-
     """
     begin = max(offset_bytes, header.header_bytes)
     try:

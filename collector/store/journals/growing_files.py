@@ -31,7 +31,6 @@ class GrowingFiles:
         host: host whose processes /proc shows; files of other hosts may always have grown.
         proc: root of the proc file system.
         clock_ns: CLOCK_MONOTONIC.
-
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class GrowingFiles:
 
         Raises:
             TidegaugeError: the directory cannot be listed.
-
         """
         now_ns = self._clock_ns()
         if now_ns - self._rechecked_ns >= _RECHECK_NS:

@@ -55,7 +55,6 @@ class SegmentHeader:
         layout: (column, struct code) in the order of the record.
         header_bytes: offset of the first record.
         lost_before_count: number of records that this writer had lost when it opened the segment.
-
     """
 
     stream: str
@@ -82,7 +81,6 @@ class EventLines:
         rows: one per event, with the columns of an event's table; `body` holds the fields that have no column.
         end_bytes: offset at which the next read begins.
         damaged_count: number of lines that were skipped because they are no event.
-
     """
 
     rows: list[dict[str, Any]]
@@ -111,7 +109,6 @@ def list_names(directory: Path, suffix: str) -> list[str]:
 
     Raises:
         TidegaugeError: it cannot be listed.
-
     """
     try:
         return [name for name in os.listdir(directory) if name.endswith(suffix)]
@@ -137,7 +134,6 @@ def size_bytes(path: Path) -> int:
 
     Raises:
         JournalError: the file cannot be reached, or a writer cannot have made it.
-
     """
     try:
         return _check_size_bytes(path, path.lstat())
@@ -168,7 +164,6 @@ def read_header(path: Path) -> SegmentHeader | None:
 
     Raises:
         JournalError: it is no journal, damaged, or of a newer Tidegauge.
-
     """
     try:
         with _open(path) as file:
@@ -196,7 +191,6 @@ def read_events(path: Path, offset_bytes: int) -> EventLines:
 
     Raises:
         JournalError: the file cannot be read.
-
     """
     text = _read(path, offset_bytes, _EVENTS_AT_ONCE_BYTES)
     whole = text[: text.rfind(b"\n") + 1]
@@ -234,7 +228,6 @@ def read_bytes(path: Path, offset_bytes: int, count: int) -> bytes:
 
     Raises:
         JournalError: the file cannot be read, or is shorter now.
-
     """
     data = _read(path, offset_bytes, count)
     if len(data) < count:

@@ -44,7 +44,6 @@ class Totals:
     Attributes:
         sums: (host, rank) -> name as in `SUMS` -> value; a column that was always missing has no sum.
         allocator: (host, rank, device) -> `time_ns` and the columns of `ALLOCATOR`, newest record.
-
     """
 
     sums: dict[RankKey, dict[str, int]] = field(default_factory=dict)
@@ -108,7 +107,6 @@ class Counts:
 
         Raises:
             TidegaugeError: the journals cannot be listed.
-
         """
         with self._lock:
             self._catch_up()

@@ -93,7 +93,6 @@ class Ingester:
 
     Raises:
         TidegaugeError: another process follows the run, or its lake cannot be opened.
-
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class Ingester:
 
         Returns:
             One line per problem; the lake is correct with or without maintenance.
-
         """
         with lake.private_files():
             try:

@@ -15,7 +15,6 @@ class IngestResult:
         lost_count: number of records that writers could not write, over the whole run.
         is_whole: True if everything that the step found is in the lake.
         problems: one line for each thing that could not be read or committed.
-
     """
 
     records_count: int

@@ -75,7 +75,6 @@ class Progress:
         offsets: file name -> bytes that are in the lake.
         damaged: event log -> number of its lines that were skipped.
         lost: writer -> number of records that it had lost when it opened its last segment.
-
     """
 
     offsets: dict[str, int] = field(default_factory=dict)
@@ -110,7 +109,6 @@ def attach(
     Raises:
         duckdb.Error: it cannot be opened.
         TidegaugeError: DuckDB's extensions are missing.
-
     """
     with borrow_instance(threads=threads, lake=cache_key) as instance, instance.cursor() as connection:
         if cache_key is None or (instance.lake, instance.version) != (cache_key, version):
@@ -149,7 +147,6 @@ def lock_files(run: Run, *, exclusive: bool) -> Iterator[None]:
     Raises:
         BlockingIOError: readers still read after `_LOCK_TIMEOUT_SECONDS` (exclusive only; a shared lock waits).
         OSError: the lock cannot be taken here (exclusive only).
-
     """
     access = os.O_RDWR if exclusive else os.O_RDONLY
     with contextlib.ExitStack() as stack:
@@ -172,7 +169,6 @@ def read_progress(ask: Ask) -> Progress:
 
     Raises:
         duckdb.Error: the lake cannot be read.
-
     """
     progress = Progress()
     offsets = ask(

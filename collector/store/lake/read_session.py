@@ -29,7 +29,6 @@ class ReadSession:
         connection: as above.
         version: equal for two sessions on one snapshot; None if no answer is kept.
         progress: the part of the journals that is in the snapshot.
-
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, cache_key: Hashable) -> None:

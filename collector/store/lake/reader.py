@@ -156,7 +156,6 @@ class Snapshot:
 
         Raises:
             TidegaugeError: files of the lake are damaged or gone.
-
         """
         with self._intact():
             try:
@@ -180,7 +179,6 @@ class Snapshot:
 
         Raises:
             TidegaugeError: the SQL is wrong, or files of the lake are damaged or gone.
-
         """
         try:
             with self._intact():
@@ -207,7 +205,6 @@ class Snapshot:
         Raises:
             TidegaugeError: files of the lake are damaged or gone.
             OSError: the file cannot be written, or there is no room on disk to sort.
-
         """
         self._connection.execute(f"SET memory_limit = '{_COPY_MEMORY}'; SET threads = {_COPY_THREADS}")
         replaced = ", ".join(f'replace_{column}("{column}") AS "{column}"' for column in texts or ())
@@ -402,7 +399,6 @@ def read(run: Run) -> Iterator[Snapshot]:
 
     Raises:
         TidegaugeError: the run's directory cannot be read or is gone, or DuckDB's extensions are missing.
-
     """
     with ExitStack() as stack:
         stack.enter_context(lake.lock_files(run, exclusive=False))

@@ -27,7 +27,6 @@ class Store(ABC):
         title: name of the lake in messages.
         has_one_clock: True if all records are of one host. Then rollups can say up to which time they are complete.
         counted_rows: SQL condition for the rows in this node's totals.
-
     """
 
     title: str
@@ -55,7 +54,6 @@ class Store(ABC):
 
         Raises:
             TidegaugeError: it is damaged or of a newer version, or cannot be reached or written.
-
         """
         with ExitStack() as stack:
             try:
@@ -110,7 +108,6 @@ def store_of(run: Run) -> Store:
 
     Raises:
         TidegaugeError: it is the shared store, and what that needs is not installed.
-
     """
     # Each is imported where it is used: the shared store needs the packages of the `cluster` extra.
     if run.is_shared:

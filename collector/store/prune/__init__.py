@@ -16,7 +16,6 @@ def delete_runs(home: Path, runs: Sequence[Run]) -> dict[Run, str]:
 
     Raises:
         TidegaugeError: something cannot be deleted.
-
     """
     from collector.store.prune import cluster, home as home_prune
 

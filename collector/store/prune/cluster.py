@@ -29,7 +29,6 @@ def stored_runs(home: Path) -> list[StoredRun]:
 
     Raises:
         TidegaugeError: the store cannot be reached, or the home cannot be read.
-
     """
     runs, parts, sizes_bytes = list_runs(home), postgres.nodes(), postgres.sizes_bytes()
     return [
@@ -49,7 +48,6 @@ def delete(home: Path, runs: Iterable[Run]) -> dict[Run, str]:
 
     Raises:
         TidegaugeError: the store cannot be reached, or something cannot be deleted.
-
     """
     _sweep(home)
     staying = {}

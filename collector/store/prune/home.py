@@ -49,7 +49,6 @@ def stored_runs(home: Path) -> list[StoredRun]:
 
     Raises:
         TidegaugeError: the home cannot be read.
-
     """
     return [
         StoredRun(run=run, size_bytes=disk_bytes(run.path), keep_reason=keep_reason(run))
@@ -68,7 +67,6 @@ def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int
         stored: all runs, the oldest first.
         keep: number of newest runs to keep.
         max_bytes: size of all runs together to keep.
-
     """
     excess = list(stored[: _oldest_kept(stored, keep)]) if keep is not None else []
     deleted_bytes = sum(run.size_bytes for run in excess if not run.keep_reason)
@@ -123,7 +121,6 @@ def delete(home: Path, runs: Iterable[Run]) -> dict[Run, str]:
 
     Raises:
         TidegaugeError: something cannot be deleted.
-
     """
     staying = {}
     for run in runs:

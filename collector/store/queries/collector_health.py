@@ -20,7 +20,6 @@ def sample_counts(snapshot: Queryable, most: int) -> dict[str, int]:
         At most `most` records, since a verdict reads about that many: data_wait (timed steps, or batches where
         there are none), shm_peak (samples of hosts), allocated_peak and reserved_peak (steps with a device).
         Without that bound: host_peak (samples of processes) and steps.
-
     """
     reaches = {"shm_peak": "host", "allocated_peak": "device_memory", "reserved_peak": "device_memory"}
     counts = (f", (SELECT n FROM {stream}_reach) {name}" for name, stream in {**reaches, "steps": "step"}.items())
@@ -41,7 +40,6 @@ def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
         host, n (its ticks), interval_ms and interval_p95_ms (achieved between two samples), lag_seconds (newest age
         of the oldest record outside the lake), ingested_count, lost_count, cpu_ratio (of one core), smaps_ratio (of
         one core, for reading smaps), private_peak_bytes (private dirty memory) and rss_peak_bytes.
-
     """
     return snapshot.query(
         "SELECT host, count(*) n, median(interval_ns) / 1e6 interval_ms, "

@@ -73,7 +73,6 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
         the use at an out-of-memory error; all processes), total_bytes, reserved_bytes (last), reserved_peak_bytes
         and allocated_peak_bytes (from the allocator of the worst rank, also between records), and ranks, a list of
         the ranks that use it.
-
     """
     table = _sampled_devices(snapshot)
     if table.empty:
@@ -94,7 +93,6 @@ def last_uses(snapshot: Queryable) -> pd.DataFrame:
 
     Returns:
         gpu as in `devices`, until_ns, and used_bytes in the driver's last sample until then, NaN without one.
-
     """
     uses = snapshot.query(
         f"{_TAIL} SELECT {_GPU} AS gpu, host, device, last_ns, max(time_ns) AS newest_ns, "
@@ -167,7 +165,6 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
         and elapsed_seconds. The first has the `device` columns of an account (process_used_bytes is NaN if the
         allocators held more). The second has a row (pid) for each process with a record by then and without an end,
         with the columns of `device_memory`.
-
     """
     source, width = bucket_source(snapshot, within, "gpu", _buckets_per_gpu(snapshot, GRID_BUCKETS))
     width = max(width, GRID_STEP_NS)
@@ -298,7 +295,6 @@ def cuda_errors(snapshot: Queryable, within: Span) -> pd.DataFrame:
         gpu as in `devices`, elapsed_seconds, step, errors_count (since the row before), was_caught (the training
         went on), requested_bytes, free_bytes, used_bytes (by all processes, then), reserved_bytes, limit_bytes
         (the device's memory, or the share that the process may use) and is_of_share (that share was reached).
-
     """
     errors = _errors(snapshot)
     counted = _count_growth(snapshot, within, "oom_count").rename(columns={"count": "errors_count"})
@@ -344,7 +340,6 @@ def cache_flushes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     Returns:
         gpu as in `devices`, elapsed_seconds and step of the last flush in a bucket of time, and their count.
-
     """
     table = _count_growth(snapshot, within, "alloc_retry_count").sort_values("time_ns")
     return table.assign(elapsed_seconds=within.elapsed(table["time_ns"]))

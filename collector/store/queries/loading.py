@@ -82,7 +82,6 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
     Returns:
         rank, worker, n (batches), median_ms and p95_ms of getitem plus collate, and the totals of
         idle_ms, getitem_ms, collate_ms, cpu_ms, run_queue_ms, blocked_ms (NaN where not measured).
-
     """
     buckets = _fetch_buckets(snapshot, within, loader)
     sums = buckets.groupby(["rank", "worker"], dropna=False)[["n", *_FETCH_TIMES]].sum(min_count=1).reset_index()
@@ -101,7 +100,6 @@ def fetch_heat(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
 
     Returns:
         rank, worker, elapsed_seconds (start of the bucket), fetch_ms, n.
-
     """
     table = _fetch_buckets(snapshot, within, loader)
     table["elapsed_seconds"] = within.elapsed(table["time_ns"])
@@ -125,7 +123,6 @@ def batch_waits(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
 
     Returns:
         elapsed_seconds, n, and median_ms, p95_ms and longest_ms of the wait.
-
     """
     source, width = bucket_source(snapshot, within, "batch", MOST_GROUPS)
     yielded = f"{IN_SPAN} AND loader = {loader:d} AND wait_ns_n > 0"

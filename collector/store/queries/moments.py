@@ -31,7 +31,6 @@ def epoch_starts(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     Returns:
         elapsed_seconds (ascending), loader, epoch.
-
     """
     starts = snapshot.query(
         "WITH epoch_start AS MATERIALIZED (SELECT rank, time_ns, body FROM event WHERE kind = 'epoch-start' "
@@ -75,7 +74,6 @@ def step_clock(snapshot: Queryable, within: Span) -> pd.DataFrame:
     Returns:
         elapsed, step: both rise from row to row. The ranks step together. While a new attempt repeats steps, the
         highest step so far stays.
-
     """
     source, width = bucket_source(snapshot, within, "step", LINE_BUCKETS)
     table = snapshot.query(

@@ -66,7 +66,6 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     Returns:
         elapsed_seconds, and one column (bytes) for each role that occurs, in the buckets in which a process was
         sampled. Each process counts with its largest value in a bucket, carried forward while it lives.
-
     """
     source, width = bucket_source(snapshot, within, "process", GRID_BUCKETS)
     width = max(width, GRID_STEP_NS)
@@ -91,7 +90,6 @@ def sum_processes(samples: pd.DataFrame, from_ns: int, to_ns: int) -> pd.Series:
         samples: in order of time: process, role, time_ns, v (the metric, NaN where it was not read), alive.
         from_ns: begin of the grid.
         to_ns: end of the grid.
-
     """
     width = max((to_ns - from_ns) // GRID_BUCKETS + 1, GRID_STEP_NS)
     after_ns = samples["time_ns"].astype("int64") - from_ns
@@ -117,7 +115,6 @@ def processes(snapshot: Queryable, within: Span, *, fewest: int | None = 2) -> p
         (another process had this place before), the last value (bytes) of private_dirty, pss and rss, the largest
         of pss and rss, and the slope (bytes per second) of private_dirty and rss while the run trains
         (`training`), with the number of samples.
-
     """
     table = snapshot.query(
         f"SELECT {_PROCESS}, {_PROCESS_KEY}, min(time_ns) first_ns, max(time_ns + last_after_ns) last_ns, "
@@ -228,7 +225,6 @@ def host_limits(snapshot: Queryable) -> pd.DataFrame:
     Returns:
         limit (`cgroup`, `host`, `shm`), host, now_bytes, peak_bytes, capacity_bytes. A limit that does not
         exist, such as that of an unlimited cgroup, has no row.
-
     """
     facts = ", ".join(
         f"arg_max({used}, time_ns) {name}_now, max({used}) {name}_peak, arg_max({total}, time_ns) {name}_capacity"
@@ -273,7 +269,6 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
 
     Returns:
         series, now_count, peak_count, limit_count. Processes whose limit was not read have no row.
-
     """
     return snapshot.query(
         "SELECT series, arg_max(present, last_ns) now_count, max(highest) peak_count, "
@@ -310,7 +305,6 @@ def _sum_by_role(table: pd.DataFrame, width: int) -> pd.DataFrame:
         table: one row per process and bucket with a sample, in order of the buckets: process, role, bucket, v (the
             value), at_ns (its time since the begin of the grid), first_ns (time of the first sample), alive.
         width: of a bucket (ns).
-
     """
     count = 0 if table.empty else int(table["bucket"].max()) + 1
     rows = table.groupby("process")

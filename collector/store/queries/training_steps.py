@@ -29,7 +29,6 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
     Returns:
         step (first of its group), n, the means wait_ms (waiting for data; NaN where no wait for a DataLoader is
         recorded) and rest_ms, and median_ms, p95_ms and slowest_ms of the whole step.
-
     """
     source, _ = bucket_source(snapshot, within, "step", 2 * GRID_BUCKETS)
     reach = rank_steps(snapshot, within)
@@ -90,7 +89,6 @@ def rank_steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
     Returns:
         rank, n (timed steps), low (the first timed step), step (the newest), duration_ns and wait_ns (sums),
         slowest_ns.
-
     """
     return snapshot.query(
         "SELECT rank, sum(timed_n)::BIGINT n, min(timed_step_low) AS low, max(step_high) AS step, "

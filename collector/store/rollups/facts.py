@@ -46,7 +46,6 @@ class Rollup:
         sample: the value, in SQL, whose quantiles are asked for; empty for none.
         most_buckets: most buckets of a figure of it.
         width_ns: width of a rollup in time.
-
     """
 
     stream: str

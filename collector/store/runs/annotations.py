@@ -16,7 +16,6 @@ class Annotation:
         tags: all tags of the run; None for those in the manifest.
         note: free text.
         is_pinned: True if the run must not be deleted.
-
     """
 
     name: str | None = None

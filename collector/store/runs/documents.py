@@ -48,7 +48,6 @@ def write_document(folder: Path, name: str, text: str) -> None:
 
     Raises:
         OSError: it cannot be written.
-
     """
     path = document_path(folder, name)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -64,7 +63,6 @@ def lock_documents(folder: Path) -> Iterator[None]:
 
     Raises:
         OSError: the folder cannot be written.
-
     """
     descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

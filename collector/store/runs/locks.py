@@ -17,7 +17,6 @@ def follow_run(run: Run) -> int:
 
     Raises:
         TidegaugeError: a collector has it, or there can be no lock.
-
     """
     path = run.path / LOCK_NAME  # the kernel drops the lock when this process dies
     try:

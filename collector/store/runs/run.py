@@ -42,7 +42,6 @@ class Run:
 
         Raises:
             TidegaugeError: it cannot be read, is damaged, or is of a newer Tidegauge.
-
         """
         try:
             return layout.read_manifest(self.path)
@@ -70,7 +69,6 @@ class Run:
 
         Raises:
             TidegaugeError: the manifest cannot be read.
-
         """
         return self.annotation.name or str(self.manifest["name"])
 
@@ -86,7 +84,6 @@ class Run:
 
         Raises:
             TidegaugeError: the manifest cannot be read.
-
         """
         return {**self._nodes.get("anchors", {}), **self.manifest.get("anchors", {})}
 
@@ -125,7 +122,6 @@ class Run:
 
         Raises:
             TidegaugeError: a manifest cannot be read.
-
         """
         if not self.is_shared or self.is_mirror:
             return not self.is_shared or self.manifest["end_time_ns"] is not None
@@ -168,7 +164,6 @@ def refuse_links(run: Run) -> None:
 
     Raises:
         TidegaugeError: a part of the run is a link.
-
     """
     for path in (run.journal_dir, run.events_dir, run.data_dir, run.catalog_path):
         if path.is_symlink():
@@ -198,7 +193,6 @@ def living_processes(
 
     Returns:
         None if it cannot be known: the run is of another boot, or a key is of another host.
-
     """
     keys = frozenset(keys)
     if not of_this_boot(run) or any(host != socket.gethostname() for host, _, _ in keys):

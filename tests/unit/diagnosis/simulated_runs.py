@@ -151,7 +151,6 @@ def simulate(
         settings: further fields of its `loader` event.
         split: CPU, run queue and blocked share of a fetch.
         children: share of a fetch that a child process computes, while the worker is blocked.
-
     """
     generator = np.random.default_rng(seed)
     if script is None:

@@ -15,7 +15,6 @@ def fetches(serve, *, workers=2, batches=600, spread=0.3, seed=0, pause=0.0):
         serve: (how many are busy) -> the speed of each, in the order in which they began.
         spread: of the work of a batch, lognormal.
         pause: mean seconds of a worker between two fetches, in addition to a gap.
-
     """
     draw = np.random.default_rng(seed)
     left, begun, free = {}, {}, {worker: 0.002 * worker for worker in range(workers)}

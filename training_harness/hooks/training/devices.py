@@ -48,7 +48,6 @@ class Reading(NamedTuple):
     Attributes:
         of_devices: (time, device, statistics) of each device in use.
         pinned: statistics of pinned host memory; empty in an older torch.
-
     """
 
     of_devices: list[tuple[int, int, Mapping[str, Any]]]
