@@ -13,7 +13,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders, replaced_loaders
 from collector.diagnosis.run.allocators import devices
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, whole, window_text
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, seen_key
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
@@ -97,7 +97,7 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
         silent = len(samples) - 1 - int(answered[-1]) if len(answered) else 0
         if silent < _LOST_SAMPLES:
             continue
-        window = window_text(float(times[answered[-1]]), float(times[-1]), origin_ns(tables))
+        window = window_text(tables, float(times[answered[-1]]), float(times[-1]))
         finding = _cannot_tell(
             f"NVML stopped answering for GPU {device}: the driver's figures are missing since then. A GPU that "
             "has fallen off the bus shows this.",

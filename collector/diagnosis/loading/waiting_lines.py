@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loader_settings, loops, recreated_loaders, worker_slots
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, window_text, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, window_text, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding, Locus, WaitingLine
@@ -205,7 +205,7 @@ def _read(event: Mapping[str, Any]) -> _Series:
 
 def _window(tables: RunTables, series: Sequence[_Series]) -> str:
     times = [time for one in series for time in one.times]
-    return window_text(min(times), max(times), origin_ns(tables))
+    return window_text(tables, min(times), max(times))
 
 
 def _choice(finding: Finding, tables: RunTables, main: ProcessKey) -> Callable[[_Series], Iterable[Frames | None]]:

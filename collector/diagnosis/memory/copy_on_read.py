@@ -20,7 +20,6 @@ from collector.diagnosis.run.columns import (
     finite,
     floats,
     last,
-    origin_ns,
     resident_bytes,
     sampled,
     step_at,
@@ -267,7 +266,7 @@ def _judge(
     plateau = workers * max(slot.inherited_bytes for slot in copying)
     total = sum(slot.total_bytes for slot in copying)
     begin = min(slot.begin_ns for slot in copying)
-    window = window_text(begin, max(slot.end_ns for slot in copying), origin_ns(tables))
+    window = window_text(tables, begin, max(slot.end_ns for slot in copying))
     measured = {
         "worker_copied_bytes": total,
         "copied_after_warm_up_bytes": sum(slot.late_bytes for slot in copying),

@@ -21,7 +21,6 @@ from collector.diagnosis.run.columns import (
     finite,
     key_of,
     median,
-    origin_ns,
     step_at,
     step_numbers,
     whole,
@@ -108,8 +107,7 @@ def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Ev
     for chance in chances:
         share = quantity(chance.value, chance.unit)
         summary += f" In {share} of the simulated futures the limit is met before the end, {chance.window}."
-    begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS
-    window = window_text(begin_ns, end_ns, origin_ns(tables))
+    window = window_text(tables, *use.span_ns(trend))
     headroom = fact(f"headroom_{limit.unit}", round(course.headroom), "last samples", n=len(use.times))
     return Finding(
         kind=course.resource.risk,
@@ -117,7 +115,7 @@ def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Ev
         confidence=round(min(0.95, 0.6 + 0.35 * min(1.0, trend.low / trend.slope)), 2),
         summary=summary,
         locus=use.locus,
-        since_step=step_at(tables, use.key, begin_ns),
+        since_step=step_at(tables, use.key, use.span_ns(trend)[0]),
         evidence=(
             fact("demand_slope", round(trend.slope, 3), window, unit=f"{limit.unit}/s", n=trend.n),
             headroom,

@@ -34,7 +34,6 @@ from collector.diagnosis.memory.leak import (
 )
 from collector.diagnosis.run.columns import (
     PROCESS,
-    SECOND_NS,
     by_process,
     floats,
     iterates,
@@ -42,7 +41,6 @@ from collector.diagnosis.run.columns import (
     last,
     sampled_on,
     seconds,
-    step_numbers,
     steps_within,
     while_running,
     while_training,
@@ -124,8 +122,7 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     if n < MIN_POINTS:
         return
     key = None if process.is_worker else process.key  # the steps of the run count for a worker
-    steps = step_numbers(tables, key or process.key[0], times)
-    use = Use(series="fd", locus=process.locus, key=key, times=times, values=counts, steps=steps)
+    use = Use.of(tables, "fd", process.locus, times, counts, key=key, unit="count")
     used, limit = current_level(counts), last(floats(process.rows, "fd_limit_count"))
     used_ratio, name = used / limit if limit > 0 else 0.0, sentence(process.name)
     bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
@@ -140,9 +137,7 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     witnesses, is_batches = _witnesses(tables, process, usual, trend, limit)
     if is_brief(tables, usual, trend):
         grows = f"The number of open files of {process.name} grows"
-        brief = young_finding(
-            tables, usual, trend, witnesses, negligible=_NEGLIGIBLE_COUNT, unit="count", grows=grows
-        )
+        brief = young_finding(tables, usual, trend, witnesses, negligible=_NEGLIGIBLE_COUNT, grows=grows)
         yield used_ratio, brief
         return
     kept = _kept_workers(tables, process, trend)
@@ -203,10 +198,7 @@ def _seen_alive(tables: RunTables, host: str) -> pd.DataFrame:
 def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -> dict[int, float]:
     """Return the time at which a later iterator of its loader had workers, by pid of the worker.
 
-    Args:
-        tables: the run.
-        host: the host of the workers.
-        main: the training process of the workers; None for all.
+    The workers are those of a host, or of one of its training processes.
     """
     settings, replaced = loader_settings(tables), dict[int, float]()
     newest: dict[tuple[ProcessKey, int], list[int]] = {}
@@ -242,7 +234,7 @@ def _witnesses(
     """Return what confirms a growth, and whether it consists of batches from workers that are held."""
     shared_rise = rise_since(seconds(process.rows), floats(process.rows, "shm_bytes"), trend)
     is_batches = shared_rise >= CONFIRMED * _SHARED_BYTES * trend.rise
-    steps = steps_within(tables, use.key, trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS)
+    steps = steps_within(tables, use.key, *use.span_ns(trend))
     values = {
         "fd_limit_count": limit,
         "fd_per_step": trend.rise / steps,

@@ -28,7 +28,7 @@ from collector.diagnosis.memory.leak import (
     witnesses_of,
 )
 from collector.diagnosis.run.allocators import Allocator, devices
-from collector.diagnosis.run.columns import floats, sampled, seconds, step_numbers, while_training
+from collector.diagnosis.run.columns import floats, sampled, seconds, while_training
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
@@ -54,7 +54,7 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
     return findings
 
 
-def _use(rank: Allocator, series: str, values: Floats) -> Use:
+def use_of(rank: Allocator, series: str, values: Floats) -> Use:
     """Return the use of a device's memory by one process, at the records of its allocator."""
     return Use(series=series, locus=rank.locus, key=rank.key, times=rank.seconds, values=values, steps=rank.steps)
 
@@ -62,7 +62,7 @@ def _use(rank: Allocator, series: str, values: Floats) -> Use:
 def tensors_of(tables: RunTables, rank: Allocator) -> Use:
     """Return the memory of live tensors, without gradients and state of optimizers."""
     kept = optimizer_bytes(tables, rank.key, rank.seconds, rank.locus.device)
-    return _use(rank, "allocated", rank.column("allocated_bytes") - kept)
+    return use_of(rank, "allocated", rank.column("allocated_bytes") - kept)
 
 
 def kept_tensors(tables: RunTables, rank: Allocator) -> Growth | None:
@@ -72,7 +72,7 @@ def kept_tensors(tables: RunTables, rank: Allocator) -> Growth | None:
 
 def _counts(rank: Allocator) -> Growth | None:
     # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
-    return _use(rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
+    return use_of(rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
 
 
 def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
@@ -90,7 +90,7 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
 
 def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
     reserved = rank.column("reserved_bytes")
-    use = _use(rank, "unused", reserved - rank.column("active_bytes"))
+    use = use_of(rank, "unused", reserved - rank.column("active_bytes"))
     trend = use.growth(negligible_bytes(reserved))
     if trend is None:
         return []
@@ -113,7 +113,7 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> list[Finding]:
     pinned, active = rank.column("pinned_allocated_bytes"), rank.column("pinned_active_bytes")
     knows_use = bool(2 * np.isfinite(pinned - active).sum() > np.isfinite(pinned).sum())
     use = dataclasses.replace(
-        _use(rank, "pinned_cache" if knows_use else "pinned", pinned - active if knows_use else pinned),
+        use_of(rank, "pinned_cache" if knows_use else "pinned", pinned - active if knows_use else pinned),
         locus=dataclasses.replace(rank.locus, device=None),
     )
     trend = use.growth(negligible_bytes(pinned))
@@ -134,13 +134,7 @@ def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list
     reserved = np.sum([rank.at(times, "reserved_bytes") for rank in ranks], axis=0)
     run, whole_device = (floats(samples, name) - reserved for name in ("process_used_bytes", "used_bytes"))
     has_run = bool(np.isfinite(run).any())
-    use = Use(
-        series="outside_pytorch",
-        locus=locus,
-        times=times,
-        values=run if has_run else whole_device,
-        steps=step_numbers(tables, str(locus.host), times),
-    )
+    use = Use.of(tables, "outside_pytorch", locus, times, run if has_run else whole_device)
     trend = use.growth()
     if trend is None:
         return []

@@ -16,10 +16,10 @@ import pandas as pd
 
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO, Course, exhaustion_finding, full_finding
-from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps
+from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps, use_of
 from collector.diagnosis.memory.leak import CONFIRMED, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
-from collector.diagnosis.run.columns import floats, last, peak, seconds, step_numbers
+from collector.diagnosis.run.columns import floats, last, peak, seconds
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, warm_up_end
@@ -77,16 +77,11 @@ def _whole_device(
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
     held = allocated + np.nan_to_num(holes)
+    demand = used - reserved + held if has_driver else held
     return _Memory(
         what=what,
         limit=Limit(name=f"GPU {device}", value=total, unit="bytes"),
-        demand=Use(
-            series="demand",
-            locus=Locus(host=host, device=device),
-            times=times,
-            values=used - reserved + held if has_driver else held,
-            steps=step_numbers(tables, host, times),
-        ),
+        demand=Use.of(tables, "demand", Locus(host=host, device=device), times, demand),
         witnesses={
             **({"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes} if ranks else {}),
             **({"device_used_rise_bytes": used} if has_driver and ranks else {}),
@@ -104,7 +99,7 @@ def _share_of_device(rank: Allocator, share: float) -> _Memory:
     return _Memory(
         what=f"The share of GPU {rank.device} that pid {rank.key[1]} may use",
         limit=Limit(name=f"its share of GPU {rank.device}", value=share, unit="bytes"),
-        demand=Use(series="demand", locus=rank.locus, times=rank.seconds, values=rank.held_bytes, steps=rank.steps),
+        demand=use_of(rank, "demand", rank.held_bytes),
         witnesses={
             "allocated_rise_bytes": rank.column("allocated_bytes"),
             "inactive_split_rise_bytes": rank.column("inactive_split_bytes"),

@@ -44,7 +44,6 @@ from collector.diagnosis.run.columns import (
     key_of,
     resident_bytes,
     seconds,
-    step_numbers,
     steps_within,
     training_end_ns,
     while_running,
@@ -95,14 +94,8 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     kept = optimizer_bytes(tables, key, times)
     free = _free(tables, key, times) + kept
     life = lifecycle_of(tables)
-    use = Use(
-        series="in_use" if free.any() else "resident",
-        locus=life.locus(key),
-        key=key,
-        times=times,
-        values=resident - free,
-        steps=step_numbers(tables, key, times),
-    )
+    series = "in_use" if free.any() else "resident"
+    use = Use.of(tables, series, life.locus(key), times, resident - free, key=key)
     is_iterating = iterates(tables, key) or bool(life.watched)
     negligible = negligible_bytes(resident)
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
@@ -136,9 +129,9 @@ def _leak_of_main(
     *,
     is_iterating: bool,
 ) -> Finding:
-    life, times = lifecycle_of(tables), use.times
+    life = lifecycle_of(tables)
     # The rise and the steps cover the same time: steps may take longer now than before.
-    steps = steps_within(tables, key, trend.since_seconds * SECOND_NS, float(times[-1]) * SECOND_NS)
+    steps = steps_within(tables, key, *use.span_ns(trend))
     finding = leak_finding(
         tables,
         resources.HEAP if iterates(tables, key) else resources.HEAP_WITHOUT_ITERATIONS,
@@ -268,13 +261,7 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
             continue
         times = seconds(rows)
         free = _free(tables, key, times)
-        use = Use(
-            series="in_use" if free.any() else "resident",
-            locus=locus,
-            times=times,
-            values=_resident(rows) - free,
-            steps=step_numbers(tables, str(locus.host), times),
-        )
+        use = Use.of(tables, "in_use" if free.any() else "resident", locus, times, _resident(rows) - free)
         place = replace(locus, pid=None, worker=None)
         levels = finite(use.values)
         rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)

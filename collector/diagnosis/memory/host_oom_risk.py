@@ -25,9 +25,7 @@ from collector.diagnosis.run.columns import (
     floats,
     held_bytes,
     host_samples,
-    origin_ns,
     peak,
-    step_numbers,
     training_end_ns,
     training_start_ns,
     window_text,
@@ -50,13 +48,8 @@ _NEAR_RATIO = 0.8
 _MIN_READINGS = 4
 
 
-def find_host_risk(tables: RunTables, copies: Sequence[Finding] = ()) -> list[Finding]:
-    """Return at most one `host-oom-risk` per host.
-
-    Args:
-        tables: the run.
-        copies: its copy-on-read findings: growth that ends at a known plateau.
-    """
+def find_host_risk(tables: RunTables, copies: Sequence[Finding]) -> list[Finding]:
+    """Find `host-oom-risk`, at most once per host; `copies` are the run's findings of growth to a known plateau."""
     hosts = pd.unique(tables.stream("host")["host"])
     findings = [
         _host_risk(tables, str(host), [f for f in copies if f.locus.host in (None, str(host))]) for host in hosts
@@ -71,8 +64,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     if not math.isfinite(limit) or limit <= 0 or not is_known.any():
         return None
     start, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
-    steps = step_numbers(tables, host, times)
-    use = Use(series="demand", locus=Locus(host=host), times=times, values=demand, steps=steps)
+    use = Use.of(tables, "demand", Locus(host=host), times, demand)
     use = use.where(is_known & ((times >= start) & (times <= end) if math.isfinite(start) else True))
     negligible, reserve = max(_NEGLIGIBLE_BYTES, 0.002 * limit), kernel_bytes(tables, host)
     trend = use.growth(negligible)
@@ -141,8 +133,7 @@ def _witnesses(tables: RunTables, host: str, course: Course) -> list[Evidence]:
     rise = run_rise_bytes(tables, host, trend.since_seconds)
     if not math.isfinite(rise):
         return _pressure(tables, host)
-    begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(course.use.times[-1]) * SECOND_NS
-    window = window_text(begin_ns, end_ns, origin_ns(tables))
+    window = window_text(tables, *course.use.span_ns(trend))
     return [fact("run_processes_rise_bytes", round(rise), window, n=trend.n), *_pressure(tables, host)]
 
 

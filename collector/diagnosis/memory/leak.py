@@ -7,6 +7,9 @@ A cache that fills decelerates towards an end, and the finding says when it will
 Growth may also be too small or too brief to be called a leak: some seconds more would tell. A suspicion is tested
 with a run of 20 seconds. There a leak of 0.5 MiB/s has taken no more than the interpreter and the allocator may
 take by themselves, and a growth that began 5 s ago may be a buffer that fills.
+
+The rules share their arguments: `trend` is the growth of a `use`, `witnesses` confirm it, and a rise below
+`negligible` is no leak. `grows` and `fills` are subject and verb of a sentence.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from collector.diagnosis.run.columns import (
     origin_ns,
     seconds,
     step_at,
+    step_numbers,
     training_end_ns,
     window_text,
     written,
@@ -38,7 +42,7 @@ from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import MIN_POINTS, PARTS_COUNT_OF_STEPS, Floats, Growth, growth
 from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRICT, Saturation, saturation
-from collector.findings import Advice, Evidence, Finding, Locus, Rate, Severity
+from collector.findings import Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
 from collector.units import count, duration, number, quantity, size
 from training_harness.records import HOST_DEVICE
@@ -75,8 +79,9 @@ class Use:
         locus: its place.
         key: the process whose steps count; None for the steps of the run.
         times: times of the samples, seconds.
-        values: the use at these times, in the unit of the resource; NaN where not known.
+        values: the use at these times, in `unit`; NaN where not known.
         steps: the step that the training was in at these times.
+        unit: `bytes` or `count`.
     """
 
     series: str
@@ -85,6 +90,23 @@ class Use:
     times: Floats
     values: Floats
     steps: Floats
+    unit: str = "bytes"
+
+    @classmethod
+    def of(
+        cls,
+        tables: RunTables,
+        series: str,
+        locus: Locus,
+        times: Floats,
+        values: Floats,
+        *,
+        key: ProcessKey | None = None,
+        unit: str = "bytes",
+    ) -> Use:
+        """Return a use with the steps of its process, or of its host."""
+        steps = step_numbers(tables, key or str(locus.host), times)
+        return cls(series=series, locus=locus, key=key, times=times, values=values, steps=steps, unit=unit)
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Use:
         """Return the use at some of its times."""
@@ -100,6 +122,14 @@ class Use:
         if self.key is None:
             return None
         return rise_at_occasions(occasions_of(tables, self.key), self.times, self.values, least_rise)
+
+    def span_ns(self, trend: Growth) -> tuple[float, float]:
+        """Return begin and end of a growth, in ns."""
+        return trend.since_seconds * SECOND_NS, float(self.times[-1]) * SECOND_NS
+
+    def lasted_seconds(self, trend: Growth) -> float:
+        """Return how long a growth has lasted."""
+        return float(self.times[-1]) - trend.since_seconds
 
 
 def filling_of(use: Use, trend: Growth | None, negligible: float) -> Saturation | None:
@@ -132,12 +162,11 @@ def growth_of(filling: Saturation) -> Growth:
 def witnesses_of(trend: Growth, series: Mapping[str, tuple[Floats, Floats]]) -> tuple[Evidence, ...]:
     """Return the rise of each other series of bytes (times, values) that confirms a growth."""
     return tuple(
-        Evidence(
-            name=name,
-            value=round(rise_since(times, values, trend)),
-            unit="bytes",
+        fact(
+            name,
+            round(rise_since(times, values, trend)),
+            "same window",
             n=int((np.isfinite(values) & (times >= trend.since_seconds)).sum()),
-            window="same window",
         )
         for name, (times, values) in series.items()
         if share_of(times, values, trend) >= CONFIRMED
@@ -170,15 +199,10 @@ def negligible_bytes(values: Floats) -> float:
 
 
 def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: int | None = None) -> Floats:
-    """Return the gradients and the state of a process's optimizers at some times; 0 where they were not recorded.
+    """Return the gradients and the state of a process's optimizers on a device, or in host memory, in bytes.
 
-    They end to grow when each parameter has its own, or when a history is full, so that growth is no leak.
-
-    Args:
-        tables: the run.
-        key: the process.
-        times: seconds.
-        device: the device that holds them; None for host memory.
+    They are those at some times (seconds), 0 where they were not recorded. They end to grow when each parameter has
+    its own, or when a history is full, so that growth is no leak.
     """
     rows = written(tables, "optimizer", key)
     rows = rows[floats(rows, "device") == (HOST_DEVICE if device is None else device)]
@@ -190,14 +214,9 @@ def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: i
 def optimizer_finding(
     tables: RunTables, use: Use, kept: Floats, negligible: float, *, grows: str
 ) -> Finding | None:
-    """Return the finding that memory grows by what the optimizers keep, if it does.
+    """Return the finding that memory grows by what the optimizers keep (`optimizer_bytes`), if it does.
 
-    Args:
-        tables: the run.
-        use: the use without what the optimizers keep, which has no growth.
-        kept: what they keep (`optimizer_bytes`).
-        negligible: a rise below this is of no interest.
-        grows: subject and verb of the sentence.
+    `use` is the memory without that, which does not grow.
     """
     whole = replace(use, values=use.values + kept)
     trend = whole.growth(negligible)
@@ -221,57 +240,42 @@ def leak_finding(
     iterates: bool = True,
     **words: object,
 ) -> Finding:
-    """Return the finding that a use keeps growing; without a witness it is `cannot-tell`.
+    """Return the finding that the use of a resource keeps growing; without a witness it is `cannot-tell`.
 
-    Args:
-        tables: the run.
-        resource: the resource that is used.
-        use: its use.
-        trend: the growth of the use.
-        witnesses: what confirms the growth.
-        iterates: whether the process has batches or steps: one without may still be loading its data.
-        words: for the sentences of the resource, beside those of the growth and the locus.
+    A process that does not iterate, over batches or in steps, may still be loading its data. `words` are for the
+    sentences of the resource, beside those of the growth and the locus.
     """
-    begin_ns, unit = trend.since_seconds * SECOND_NS, resource.unit
-    words = {**asdict(use.locus), **_growth_words(trend, unit), **words}
+    words = {**asdict(use.locus), **_growth_words(use, trend), **words}
     grows = resource.grows.format(**words)
     at = use.at_occasions(tables, CONFIRMED * trend.rise)
     if at is not None:
-        each = quantity(round(at.rise), unit)
+        each = quantity(round(at.rise), use.unit)
         grows += f" It grows by {each} around each {at.words} ({at.count} seen), and hardly in between."
+    advice = at.advice() if at is not None and resource.is_of_objects else resource.advice(words)
     return Finding(
         kind=resource.leak if witnesses else "cannot-tell",
         severity=_severity(tables, use, trend, iterates=iterates) if witnesses else "info",
         confidence=resource.confidence,
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
-        since_step=step_at(tables, use.key, begin_ns),
-        evidence=(rise_of(tables, use, trend, unit), *(at.facts(unit) if at else ()), *witnesses),
-        rate=rate(trend, unit),
-        advice=_advice(resource, at, words) if witnesses else (),
+        since_step=step_at(tables, use.key, use.span_ns(trend)[0]),
+        evidence=(rise_of(tables, use, trend), *(at.facts(use.unit) if at else ()), *witnesses),
+        rate=rate(trend, use.unit),
+        advice=advice if witnesses else (),
     )
 
 
-def _advice(resource: Resource, at: RiseAtOccasions | None, words: Mapping[str, object]) -> tuple[Advice, ...]:
-    return at.advice() if at is not None and resource.is_of_objects else resource.advice(words)
-
-
-def _growth_words(trend: Growth, unit: str) -> dict[str, str]:
+def _growth_words(use: Use, trend: Growth) -> dict[str, str]:
     """Return the words for a growth in the sentences of a resource."""
-    if unit == "bytes":
+    if use.unit == "bytes":
         return {"rise": size(trend.rise), "slope": size(trend.slope)}
     return {"rise": count(trend.rise), "slope": number(trend.slope)}
 
 
-def rise_of(tables: RunTables, use: Use, trend: Growth, unit: str = "bytes") -> Evidence:
+def rise_of(tables: RunTables, use: Use, trend: Growth) -> Evidence:
     """Return the rise of a growth as evidence."""
-    return Evidence(
-        name=f"{use.series}_rise_{unit}",
-        value=round(trend.rise),
-        unit=unit,
-        n=trend.n,
-        window=window_text(trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS, origin_ns(tables)),
-    )
+    window = window_text(tables, *use.span_ns(trend))
+    return fact(f"{use.series}_rise_{use.unit}", round(trend.rise), window, n=trend.n)
 
 
 def rate(trend: Growth, unit: str) -> Rate:
@@ -284,41 +288,31 @@ def _severity(tables: RunTables, use: Use, trend: Growth, *, iterates: bool) -> 
 
     If a limit is near, the risk of meeting it is a warning of its own.
     """
-    lasted = _lasted_seconds(use, trend)
+    lasted = use.lasted_seconds(trend)
     if not iterates:
         return "info" if lasted < _LOADING_SECONDS else "warning"
     return "info" if tables.goes_on and lasted < _least_seconds(tables, use, trend) else "warning"
 
 
-def _lasted_seconds(use: Use, trend: Growth) -> float:
-    return float(use.times[-1]) - trend.since_seconds
-
-
 def _least_seconds(tables: RunTables, use: Use, trend: Growth) -> float:
     """Return how long a growth must last to be a leak: a moment, and a few iterations unless they take minutes."""
-    lasted = _lasted_seconds(use, trend)
-    begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS
-    iterations = iterations_within(tables, use.key, begin_ns, end_ns)
-    few = _FEW_ITERATIONS * lasted / iterations if iterations else 0.0  # without any, the clock alone counts
+    iterations = iterations_within(tables, use.key, *use.span_ns(trend))
+    # Without any, the clock alone counts.
+    few = _FEW_ITERATIONS * use.lasted_seconds(trend) / iterations if iterations else 0.0
     return max(_MOMENT_SECONDS, min(few, _LONGEST_SECONDS))
 
 
 def young_growth(tables: RunTables, use: Use, trend: Growth | None, negligible: float) -> Growth | None:
     """Return the growth of a use if it goes on at the run's end and is too small or too brief to call a leak.
 
-    Args:
-        tables: the run.
-        use: its use.
-        trend: the growth of the use that is not negligible, if any.
-        negligible: a rise below this is no leak.
+    `trend` is its growth that is not negligible, if any.
     """
     if trend is not None:
         return trend if is_brief(tables, use, trend) else None
     if not lasts_to_end(tables, use):
         return None
-    end = float(use.times[-1])
     small = use.growth(_YOUNG_RATIO * negligible)
-    is_young = small is not None and _SHORTEST_SECONDS <= end - small.since_seconds <= _LONGEST_SECONDS
+    is_young = small is not None and _SHORTEST_SECONDS <= use.lasted_seconds(small) <= _LONGEST_SECONDS
     return small if is_young else None
 
 
@@ -329,7 +323,7 @@ def lasts_to_end(tables: RunTables, use: Use) -> bool:
 
 def is_brief(tables: RunTables, use: Use, trend: Growth) -> bool:
     """Return whether a growth began a moment, or a few iterations, before the end: it might not have gone on."""
-    lasted, before = _lasted_seconds(use, trend), trend.since_seconds - float(use.times[0])
+    lasted, before = use.lasted_seconds(trend), trend.since_seconds - float(use.times[0])
     least = _least_seconds(tables, use, trend)
     return not tables.goes_on and lasted < (least if least > _MOMENT_SECONDS else min(least, before))
 
@@ -342,47 +336,26 @@ def young_finding(
     *,
     negligible: float,
     grows: str,
-    unit: str = "bytes",
 ) -> Finding:
-    """Return the finding that a use grows, and how long the run has to be to tell a leak.
-
-    Args:
-        tables: the run.
-        use: its use, in `unit`.
-        trend: the growth of the use.
-        witnesses: what confirms the growth.
-        negligible: a rise below this is no leak.
-        grows: subject and verb of the sentence.
-        unit: `bytes` or `count`.
-    """
-    end = float(use.times[-1])
-    lasted, degree = end - trend.since_seconds, "little" if trend.rise < negligible else "brief"
+    """Return the finding that a use grows, and how long the run has to be to tell a leak."""
+    lasted, degree = use.lasted_seconds(trend), "little" if trend.rise < negligible else "brief"
     missing = max(_least_seconds(tables, use, trend), negligible / (_MEASURED_RATIO * trend.slope)) - lasted
     more = f"{_rounded(missing)} more would tell."
     if not tables.goes_on:
         # The run has other phases too, before the training and after it.
-        lasted_in_all = lifecycle_of(tables).wall_seconds or end - origin_ns(tables) / SECOND_NS
+        lasted_in_all = lifecycle_of(tables).wall_seconds or float(use.times[-1]) - origin_ns(tables) / SECOND_NS
         more = f"A run of {_rounded(lasted_in_all + missing)} would tell."
-    slope, rise = (
-        (size(trend.slope), size(trend.rise)) if unit == "bytes" else (number(trend.slope), count(trend.rise))
+    summary = "{grows} by {slope}/s, {rise} so far: too {degree} to call a leak. {more}".format(
+        grows=grows, degree=degree, more=more, **_growth_words(use, trend)
     )
-    told = f"{grows} by {slope}/s, {rise} so far: too {degree} to call a leak. {more}"
-    evidence = (rise_of(tables, use, trend, unit), *witnesses)
-    return _information(tables, "cannot-tell", told, use, trend, evidence, unit)
+    evidence = (rise_of(tables, use, trend), *witnesses)
+    return _information(tables, "cannot-tell", summary, use, trend, evidence)
 
 
 def bounded_finding(
     tables: RunTables, use: Use, filling: Saturation, witnesses: tuple[Evidence, ...], *, fills: str
 ) -> Finding:
-    """Return the finding that a growth ends: when, and how large.
-
-    Args:
-        tables: the run.
-        use: the use that grows, in bytes.
-        filling: its growth.
-        witnesses: what confirms the growth.
-        fills: subject and verb of the sentence.
-    """
+    """Return the finding that the growth of a use, in bytes, ends: when, and how large."""
     trend = growth_of(filling)
     low, high = float(filling.ends.min()), float(filling.ends.max())
     soonest, likeliest, latest = filling.full_times
@@ -408,13 +381,7 @@ def bounded_finding(
 
 
 def _information(
-    tables: RunTables,
-    kind: str,
-    summary: str,
-    use: Use,
-    trend: Growth,
-    evidence: tuple[Evidence, ...],
-    unit: str = "bytes",
+    tables: RunTables, kind: str, summary: str, use: Use, trend: Growth, evidence: tuple[Evidence, ...]
 ) -> Finding:
     """Return a finding on a growth that is no leak, or not known to be one."""
     return Finding(
@@ -423,9 +390,9 @@ def _information(
         confidence=_CONFIDENCE_OF_INFORMATION,
         summary=summary,
         locus=use.locus,
-        since_step=step_at(tables, use.key, trend.since_seconds * SECOND_NS),
+        since_step=step_at(tables, use.key, use.span_ns(trend)[0]),
         evidence=evidence,
-        rate=rate(trend, unit),
+        rate=rate(trend, use.unit),
     )
 
 

@@ -21,7 +21,6 @@ class Resource:
     growth, `{used}` and `{limit}` of a level, every field of the locus, and what the rule adds.
 
     Attributes:
-        unit: of its use, `bytes` or `count`.
         leak: kind of the finding that its use keeps growing; `grows` is the sentence.
         unconfirmed: sentence on a growth that nothing confirms; `{grows}` stands for the other sentence.
         confidence: of a leak.
@@ -31,7 +30,6 @@ class Resource:
         full: sentence on a use near the limit that does not grow.
     """
 
-    unit: str = "bytes"
     leak: str = ""
     grows: str = ""
     unconfirmed: str = "{grows}"
@@ -308,7 +306,6 @@ _FILES_ADVICE = (
     ),
 )
 OPEN_FILES = Resource(
-    unit="count",
     leak="fd-leak",
     grows="{process} keeps opening files: {rise} more so far, {slope}/s.",
     unconfirmed="{grows} Neither the limit nor the steps are known, so nothing confirms it.",

@@ -34,7 +34,6 @@ from collector.diagnosis.run.columns import (
     sampled,
     sampled_on,
     seconds,
-    step_numbers,
     while_training,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
@@ -108,7 +107,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     memory = SharedMemory.of(tables, host, samples)
     if not np.isfinite(memory.used).any() or not memory.total > 0:
         return []
-    use = _use(tables, host, "shm_used", memory.times, memory.promised)
+    use = Use.of(tables, "shm_used", Locus(host=host), memory.times, memory.promised)
     trend, negligible = use.growth(), negligible_bytes(memory.used)
     young = young_growth(tables, use, trend, negligible)
     if young is not None:
@@ -140,11 +139,6 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     if witnesses and course.is_relevant:
         findings.append(exhaustion_finding(tables, course, witnesses))
     return [replace(finding, severity="info") for finding in findings] if is_foreign else findings
-
-
-def _use(tables: RunTables, host: str, series: str, times: Floats, values: Floats) -> Use:
-    steps = step_numbers(tables, host, times)
-    return Use(series=series, locus=Locus(host=host), times=times, values=values, steps=steps)
 
 
 def _witnesses(
@@ -185,7 +179,7 @@ def _run_part(
     tables: RunTables, host: str, memory: SharedMemory, mapped: tuple[Floats, Floats]
 ) -> tuple[Use, Growth, tuple[Evidence, ...]] | None:
     """Return the growth of what the run's processes map, if /dev/shm shows it; other programs may add more."""
-    use = _use(tables, host, "process_shm", *mapped)
+    use = Use.of(tables, "process_shm", Locus(host=host), *mapped)
     trend = use.growth()
     witnesses = () if trend is None else witnesses_of(trend, {"shm_used_rise_bytes": (memory.times, memory.used)})
     return (use, trend, witnesses) if trend is not None and witnesses else None

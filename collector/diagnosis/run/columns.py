@@ -298,9 +298,9 @@ def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
     return samples.iloc[: last_level + 1] if times[-1] - times[last_level] <= longest_ns else samples
 
 
-def window_text(begin_ns: float, end_ns: float, origin_ns: float) -> str:
+def window_text(tables: RunTables, begin_ns: float, end_ns: float) -> str:
     """Return a time window as text, in seconds from the start of the run; a brief one with a decimal."""
-    begin, end = (begin_ns - origin_ns) / SECOND_NS, (end_ns - origin_ns) / SECOND_NS
+    begin, end = ((time_ns - origin_ns(tables)) / SECOND_NS for time_ns in (begin_ns, end_ns))
     digits = 0 if end - begin >= 2 else 1
     return f"{begin:.{digits}f}-{end:.{digits}f} s"
 

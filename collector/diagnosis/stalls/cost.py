@@ -37,7 +37,7 @@ class Loss:
     def of(cls, tables: RunTables, seconds: float, n: int, span_ns: tuple[float, float]) -> Loss:
         """Return the loss of these seconds, from `n` observations between two times."""
         ratio = float(seconds / max(_wall_seconds(tables), seconds, 1e-9))
-        return cls(seconds=seconds, ratio=ratio, n=n, window=window_text(*span_ns, origin_ns(tables)))
+        return cls(seconds=seconds, ratio=ratio, n=n, window=window_text(tables, *span_ns))
 
     @property
     def words(self) -> str:
