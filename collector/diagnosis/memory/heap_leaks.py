@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -61,8 +63,6 @@ from collector.store import ProcessKey
 from collector.units import size
 from training_harness.records import ROLE_WORKER
 
-#: A worker of a loader that grows, its growth, and what confirms it.
-_WorkerLeak = tuple[Use, Growth, tuple[Evidence, ...]]
 #: Times (seconds) and values of a measurement that is read seldom.
 _Readings = tuple[Floats, Floats]
 #: Least rise of each worker, as a share of the largest, for the workers of a loader to grow alike.
@@ -72,6 +72,30 @@ _MIN_EPOCHS = 3
 _NO_ITERATIONS = (
     " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
 )
+
+
+class _Leak(NamedTuple):
+    """A worker that grows, its growth, and what confirms it."""
+
+    use: Use
+    trend: Growth
+    witnesses: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """The workers of a loader by their number: several had each, in turn, if they end with the epoch.
+
+    Attributes:
+        leaks: those that grow; `young` are those whose growth is too small, or too brief, to call a leak.
+        lasting: those that were sampled to the end, with the readings of their private memory.
+        rises: how far the levels of each worker of a number lie apart, in bytes.
+    """
+
+    leaks: dict[int, _Leak] = field(default_factory=dict)
+    young: dict[int, _Leak] = field(default_factory=dict)
+    lasting: dict[int, tuple[Use, _Readings]] = field(default_factory=dict)
+    rises: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def find_leaks(tables: RunTables) -> list[Finding]:
@@ -239,61 +263,60 @@ def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
 
 
 def _worker_leaks(tables: RunTables) -> list[Finding]:
-    """Find workers whose resident and private memory grow together; one finding per loader.
-
-    Of the workers that had one place in turn, that with the largest growth counts.
-    """
+    """Find workers whose resident and private memory grow together; one finding per loader."""
     process = tables.stream("process")
-    workers = process[floats(process, "role") == ROLE_WORKER]
-    leaks: dict[Locus, dict[int, _WorkerLeak]] = {}
-    young: dict[Locus, dict[int, _WorkerLeak]] = {}
-    lasting: dict[Locus, dict[int, tuple[Use, _Readings]]] = {}
-    rises: dict[tuple[Locus, int], list[float]] = {}
-    for key, rows in by_process(workers):
-        locus = worker_locus(rows)
-        if locus.loader is None or locus.worker is None:
-            continue
-        # Private memory is read seldom, so readings after the training count too.
-        private = seconds(rows), _written(rows) - _free(tables, key, seconds(rows))
-        rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
-        ticks_count, rows = len(rows), with_early_samples(tables, rows)
-        if len(rows) < MIN_POINTS:
-            continue
-        times = seconds(rows)
-        free = _free(tables, key, times)
-        use = Use.of(tables, "in_use" if free.any() else "resident", locus, times, _resident(rows) - free)
-        place = replace(locus, pid=None, worker=None)
-        levels = finite(use.values)
-        rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)
-        trend = use.growth() if ticks_count >= MIN_POINTS else None
-        if lasts_to_end(tables, use):
-            lasting.setdefault(place, {})[locus.worker] = use, private
-        small = young_growth(tables, use, trend, negligible_bytes(use.values))
-        trend = small or trend
-        # Memory that was not written, such as mapped files, is no leak; too few readings leave that open.
-        if trend is not None and not share_of(*private, trend) < CONFIRMED:
-            witnesses = witnesses_of(trend, {"private_dirty_rise_bytes": private})
-            of_workers = (young if small else leaks).setdefault(place, {})
-            largest = of_workers.get(locus.worker)
-            if largest is None or largest[1].rise < trend.rise:
-                of_workers[locus.worker] = use, trend, witnesses
+    loaders: defaultdict[Locus, _Workers] = defaultdict(_Workers)
+    for key, rows in by_process(process[floats(process, "role") == ROLE_WORKER]):
+        _note_worker(tables, loaders, key, rows)
+    findings = (_loader_finding(tables, place, workers) for place, workers in loaders.items())
+    return [finding for finding in findings if finding is not None]
+
+
+def _note_worker(
+    tables: RunTables, loaders: defaultdict[Locus, _Workers], key: ProcessKey, rows: pd.DataFrame
+) -> None:
+    """Add a worker to those of its loader. Of the workers that had one number, the largest growth counts."""
+    locus = worker_locus(rows)
+    number = locus.worker
+    if locus.loader is None or number is None:
+        return
+    # Private memory is read seldom, so readings after the training count too.
+    private = seconds(rows), _written(rows) - _free(tables, key, seconds(rows))
+    rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
+    ticks_count, rows = len(rows), with_early_samples(tables, rows)
+    if len(rows) < MIN_POINTS:
+        return
+    times = seconds(rows)
+    free = _free(tables, key, times)
+    use = Use.of(tables, "in_use" if free.any() else "resident", locus, times, _resident(rows) - free)
+    workers, levels = loaders[replace(locus, pid=None, worker=None)], finite(use.values)
+    workers.rises[number].append(float(np.ptp(levels)) if len(levels) else 0.0)
+    if lasts_to_end(tables, use):
+        workers.lasting[number] = use, private
+    trend = use.growth() if ticks_count >= MIN_POINTS else None
+    young = young_growth(tables, use, trend, negligible_bytes(use.values))
+    trend = young or trend
+    # Memory that was not written, such as mapped files, is no leak; too few readings leave that open.
+    if trend is None or share_of(*private, trend) < CONFIRMED:
+        return
+    grown = workers.young if young else workers.leaks
+    if number not in grown or grown[number].trend.rise < trend.rise:
+        grown[number] = _Leak(use, trend, witnesses_of(trend, {"private_dirty_rise_bytes": private}))
+
+
+def _loader_finding(tables: RunTables, place: Locus, workers: _Workers) -> Finding | None:
     # Workers that end with their epoch free what they took: with enough epochs, nothing is to be said.
-    stays = {place for place, worker in rises if len(rises[place, worker]) < _MIN_EPOCHS}
-    findings = []
-    for place in [place for place in {**leaks, **young, **lasting} if place in stays or place in leaks]:
-        staying = lasting.get(place, {})
-        mean = _mean_of(place, staying)
-        trend = mean.growth() if mean is not None else None
-        filling = _loader_filling(tables, mean, trend, staying) if mean is not None else None
-        if filling is not None:
-            findings.append(filling)
-        elif place in leaks:
-            if mean is not None and trend is None and _is_of_all(leaks[place], staying):
-                continue  # by its noise, one of them passed for a leak
-            findings.append(_loader_leak(tables, place, leaks[place], rises))
-        elif place in young:
-            findings.append(_young_loader(tables, young[place]))
-    return findings
+    if not workers.leaks and all(len(rises) >= _MIN_EPOCHS for rises in workers.rises.values()):
+        return None
+    mean = _mean_of(place, workers.lasting)
+    trend = mean.growth() if mean is not None else None
+    if mean is not None and (filling := _loader_filling(tables, mean, trend, workers.lasting)) is not None:
+        return filling
+    if workers.leaks:
+        if mean is not None and trend is None and _is_of_all(workers):
+            return None  # by its noise, one of them passed for a leak
+        return _loader_leak(tables, place, workers)
+    return _young_loader(tables, workers.young) if workers.young else None
 
 
 def _mean_of(place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]) -> Use | None:
@@ -315,10 +338,11 @@ def _grow_alike(of_workers: Mapping[int, tuple[Use, _Readings]], growth: Growth)
     return min(rises) >= _ALIKE_RATIO * max(rises)
 
 
-def _is_of_all(leaks: Mapping[int, _WorkerLeak], of_workers: Mapping[int, tuple[Use, _Readings]]) -> bool:
-    """Return whether the growth of these workers is that of all workers of their loader that last."""
-    are_lasting = all(worker in of_workers and of_workers[worker][0] is leaks[worker][0] for worker in leaks)
-    return are_lasting and all(_grow_alike(of_workers, trend) for _, trend, _ in leaks.values())
+def _is_of_all(workers: _Workers) -> bool:
+    """Return whether the growth of workers is that of all workers of their loader that last."""
+    uses = {number: use for number, (use, _) in workers.lasting.items()}
+    are_lasting = all(uses.get(number) is leak.use for number, leak in workers.leaks.items())
+    return are_lasting and all(_grow_alike(workers.lasting, leak.trend) for leak in workers.leaks.values())
 
 
 def _loader_filling(
@@ -341,41 +365,36 @@ def _loader_filling(
     return bounded_finding(tables, mean, filling, (witness,), fills=fills)
 
 
-def _young_loader(tables: RunTables, of_workers: Mapping[int, _WorkerLeak]) -> Finding:
+def _young_loader(tables: RunTables, of_workers: Mapping[int, _Leak]) -> Finding:
     """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
-    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak[1].rise)
+    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak.trend.rise)
     workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
     grows = f"Worker {workers} grows" if len(of_workers) == 1 else f"Workers {workers} each grow"
     return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
 
 
-def _loader_leak(
-    tables: RunTables,
-    place: Locus,
-    of_workers: Mapping[int, _WorkerLeak],
-    rises: Mapping[tuple[Locus, int], Sequence[float]],
-) -> Finding:
+def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Finding:
     """Return the finding on a loader's workers, with the evidence of the one that grew most.
 
     It is information if an epoch bounds the growth: other workers had each place in other epochs and rose as much.
     """
-    confirmed = {worker: leak for worker, leak in of_workers.items() if leak[2]}
-    of_workers = confirmed or of_workers
-    unbounded = {
-        worker: leak
-        for worker, leak in of_workers.items()
-        if sum(rise >= leak[1].rise / 2 for rise in rises[place, worker]) < _MIN_EPOCHS
-    }
-    leaks = [*(unbounded or of_workers).values()]
-    trends = [trend for _, trend, _ in leaks]
+    confirmed = {number: leak for number, leak in of_loader.leaks.items() if leak.witnesses}
+    candidates = confirmed or of_loader.leaks
+    unbounded = [
+        leak
+        for number, leak in candidates.items()
+        if sum(rise >= leak.trend.rise / 2 for rise in of_loader.rises[number]) < _MIN_EPOCHS
+    ]
+    leaks = unbounded or [*candidates.values()]
+    trends = [leak.trend for leak in leaks]
     total = Rate(
         value=sum(trend.slope for trend in trends),
         low=sum(trend.low for trend in trends),
         high=sum(trend.high for trend in trends),
         unit="bytes/s",
     )
-    workers = sorted({use.locus.worker for use, _, _ in leaks if use.locus.worker is not None})
-    use, trend, witnesses = max(leaks, key=lambda leak: leak[1].rise)
+    workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
+    use, trend, witnesses = max(leaks, key=lambda leak: leak.trend.rise)
     finding = leak_finding(
         tables,
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
@@ -394,7 +413,7 @@ def _loader_leak(
         finding,
         advice=(*finding.advice, *until_then),
         severity=finding.severity if unbounded else "info",
-        locus=replace(place, worker=leaks[0][0].locus.worker if len(leaks) == 1 else None),
+        locus=replace(place, worker=use.locus.worker if len(leaks) == 1 else None),
         evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(leaks))),
         rate=total,
     )
