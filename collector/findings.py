@@ -33,19 +33,48 @@ from tidegauge.findings import (
 
 #: Leaks whose allocating lines a process can report.
 TRACEABLE_LEAKS = ("main-heap-leak", "worker-heap-leak", "gpu-tensor-leak")
+#: Ends of names of measurements that are units.
+_UNITS = ("bytes", "ratio", "seconds", "sigmas", "status")
 #: Parts of a loader's name that change from commit to commit: the line that makes it, and the batch size.
 _CHANGING_PART = re.compile(r".+:\d+|batch \d+")
 
 
+def fact(name: str, value: float | str, window: str, *, unit: str | None = None, n: int = 1) -> Evidence:
+    """Return a measurement as evidence: a single observation, if `n` is not given.
+
+    Its unit is the end of its name, else it is a count.
+    """
+    if unit is None:
+        suffix = name.rpartition("_")[2]
+        unit = "text" if isinstance(value, str) else suffix if suffix in _UNITS else "count"
+    return Evidence(name=name, value=value, unit=unit, n=n, window=window)
+
+
 def measurements(n: int, window: str, seconds_digits: int = 4, /, **values: float) -> tuple[Evidence, ...]:
-    """Return numbers as evidence, rounded; a name ends in its unit, or else it is a count."""
-    found = []
-    for name, value in values.items():
-        word = name.rpartition("_")[2]
-        unit = word if word in ("seconds", "bytes", "ratio", "sigmas") else "count"
-        rounded = round(float(value), seconds_digits if unit == "seconds" else 4)
-        found.append(Evidence(name=name, value=rounded, unit=unit, n=n, window=window))
-    return tuple(found)
+    """Return numbers as evidence, rounded; their units are as in `fact`."""
+    return tuple(
+        fact(name, round(float(value), seconds_digits if name.endswith("_seconds") else 4), window, n=n)
+        for name, value in values.items()
+    )
+
+
+def cannot_tell(
+    summary: str,
+    *evidence: Evidence,
+    locus: Locus | None = None,
+    advice: tuple[Advice, ...] = (),
+    confidence: float = 1.0,
+) -> Finding:
+    """Return the finding that something is not known, as information."""
+    return Finding(
+        kind="cannot-tell",
+        severity="info",
+        confidence=confidence,
+        summary=summary,
+        locus=locus or Locus(),
+        evidence=evidence,
+        advice=advice,
+    )
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -15,9 +15,8 @@ from collector.diagnosis.loading.loaders import loader_settings, recreated_loade
 from collector.diagnosis.run.allocators import devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, seen_key
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Advice, Evidence, Finding, Locus
+from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
 from collector.store import ProcessKey
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
 
@@ -68,6 +67,14 @@ _XID_ADVICE = Advice(
     text="Look for an Xid error of the GPU: `nvidia-smi`, `dmesg | grep Xid`",
     expected="the driver names the reason",
 )
+_FOLLOW = Advice(
+    text="Follow them to their end with `tidegauge collect latest`, or let the command wait for them",
+    expected="samples of memory go on, and the verdict covers the whole training",
+)
+_RUN_IT = Advice(
+    text="Start the next training with `tidegauge run -- COMMAND`",
+    expected="steps, batches, workers and the cause of a death are recorded",
+)
 
 
 def workers_reporting(tables: RunTables) -> tuple[int, int]:
@@ -98,12 +105,12 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
         if silent < _LOST_SAMPLES:
             continue
         window = window_text(tables, float(times[answered[-1]]), float(times[-1]))
-        finding = _cannot_tell(
+        finding = cannot_tell(
             f"NVML stopped answering for GPU {device}: the driver's figures are missing since then. A GPU that "
             "has fallen off the bus shows this.",
             fact("device_samples_missing_count", silent, window),
             locus=Locus(host=host, device=device),
-            advice=_XID_ADVICE,
+            advice=(_XID_ADVICE,),
         )
         findings.append(replace(finding, severity="warning", confidence=0.9))
     return findings
@@ -216,7 +223,7 @@ def _samples_lost(tables: RunTables) -> Finding:
 
 
 def _hook_disabled(event: Mapping[str, Any]) -> Finding:
-    return _cannot_tell(
+    return cannot_tell(
         f"The hook {event.get('hook')!r} failed in process {event.get('pid')} and was removed "
         f"({event.get('error')}); its measurements are missing from then on.",
         fact("hook_error", str(event.get("error"))[:200], "event"),
@@ -255,7 +262,7 @@ def _ended(life: Lifecycle) -> str:
 def _attached_without_iterations(life: Lifecycle, attached: list[ProcessKey]) -> Finding:
     them = "it" if len(attached) == 1 else "them"
     names = ", ".join(life.name(key) for key in attached[:3])
-    return _cannot_tell(
+    return cannot_tell(
         f"{_ended(life)}. Tidegauge was attached to {names}{'' if len(attached) <= 3 else ' and others'}, and saw "
         f"no DataLoader, no optimizer step and no repeated forward pass in {them}: there are no "
         "iterations to count. The checks say which memory and limits were judged all the same.",
@@ -268,13 +275,13 @@ def _not_attached(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
     why, remedy = _OBSTACLES.get(str(event.get("obstacle")), _UNKNOWN)
     pid = whole(event.get("process_pid"))
     argv = " ".join(map(str, event.get("argv") or ()))[:80]
-    return _cannot_tell(
+    return cannot_tell(
         f"Process {pid} ({argv}) used torch without Tidegauge's hooks: {why}. Its memory was judged from outside; "
         "its steps, batches and workers were not seen.",
         _attached(0),
         *_exit_status(life),
         locus=Locus(host=str(event["host"]), role="other", pid=pid),
-        advice=Advice(text=remedy, expected="steps, batches and workers are recorded"),
+        advice=(Advice(text=remedy, expected="steps, batches and workers are recorded"),),
     )
 
 
@@ -286,24 +293,10 @@ def _no_torch(life: Lifecycle, processes: Mapping[Any, Mapping[str, Any]]) -> Fi
         what = "none of its processes is Python"
     else:
         what = "the command ended before its processes were sampled"
-    return _cannot_tell(
+    return cannot_tell(
         f"{_ended(life)}. No training was seen: {what}.",
         _attached(0),
         *_exit_status(life),
-    )
-
-
-def _cannot_tell(
-    summary: str, *evidence: Evidence, locus: Locus | None = None, advice: Advice | None = None
-) -> Finding:
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=1.0,
-        summary=summary,
-        locus=locus or Locus(),
-        evidence=evidence,
-        advice=() if advice is None else (advice,),
     )
 
 
@@ -324,16 +317,13 @@ def _left_running(life: Lifecycle) -> list[Finding]:
     )
     (host, pid, _), count = processes[0][0], len(processes)
     return [
-        _cannot_tell(
+        cannot_tell(
             f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
             f"still {'runs' if count == 1 else 'run'}: {names}. The verdict covers the run up to this moment.",
             fact("left_running_count", count, "end of the command", n=count),
             *_exit_status(life),
             locus=Locus(host=host, role="other", pid=pid),
-            advice=Advice(
-                text="Follow them to their end with `tidegauge collect latest`, or let the command wait for them",
-                expected="samples of memory go on, and the verdict covers the whole training",
-            ),
+            advice=(_FOLLOW,),
         )
     ]
 
@@ -341,13 +331,10 @@ def _left_running(life: Lifecycle) -> list[Finding]:
 def _watched(life: Lifecycle) -> Finding:
     samples = life.tables.rows_count("process")
     ended = " The watch ended while the process went on." if life.watch_ended else ""
-    return _cannot_tell(
+    return cannot_tell(
         "The process was watched from outside, without hooks: its steps, batches, DataLoader workers and exit "
         f"status are not known. The memory of its processes, the host and the devices is known.{ended}",
         _attached(0, n=samples),
         fact("process_samples_count", samples, "run", n=samples),
-        advice=Advice(
-            text="Start the next training with `tidegauge run -- COMMAND`",
-            expected="steps, batches, workers and the cause of a death are recorded",
-        ),
+        advice=(_RUN_IT,),
     )

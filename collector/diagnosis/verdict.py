@@ -30,9 +30,10 @@ from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.summary import Summary, step_unit, steps_count, summarise
 from collector.diagnosis.trust import find_trust, workers_reporting
-from collector.findings import KINDS, SEVERITIES, Check, Evidence, Finding
+from collector.findings import KINDS, SEVERITIES, Check, Finding, cannot_tell, fact
 
 Value = TypeVar("Value")
+Other = TypeVar("Other")
 #: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
 #: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
 #: training.
@@ -86,7 +87,7 @@ def diagnose(tables: RunTables) -> Verdict:
     life = lifecycle_of(tables)
     status = life.status()
     findings = _findings(tables, running=status == "running")
-    awaited = [_awaited_time(finding, tables) for finding in findings]
+    awaited = [_unless_damaged(None, awaited_time, finding, tables) for finding in findings]
     cwd = tables.manifest.get("cwd")
     judged = tuple(add_waiting_lines(*both, cwd) for both in zip(findings, awaited, strict=True))
     return Verdict(
@@ -102,51 +103,43 @@ def diagnose(tables: RunTables) -> Verdict:
         duration_seconds=life.wall_seconds,
         workers_reporting=workers_reporting(tables),
         summary=summarise(tables, status),
-        ending=_unless_damaged(lambda: ending_of(tables, judged), None),
+        ending=_unless_damaged(None, ending_of, tables, judged),
         awaited=tuple(filter(None, awaited)),
     )
 
 
 def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
-    leaks = _guarded("leaks", lambda: find_leaks(tables))
+    leaks = _guarded("leaks", find_leaks, tables)
     copies = [finding for finding in leaks if finding.kind == "copy-on-read-growth"]
     findings = [
-        *_guarded("deaths", lambda: find_deaths(tables)),
-        *_guarded("hangs", lambda: find_hangs(tables)),
-        *_guarded("hangs without hooks", lambda: find_idle_hangs(tables)),
-        *_guarded("risk", lambda: find_host_risk(tables, copies)),
+        *_guarded("deaths", find_deaths, tables),
+        *_guarded("hangs", find_hangs, tables),
+        *_guarded("hangs without hooks", find_idle_hangs, tables),
+        *_guarded("risk", find_host_risk, tables, copies),
         *leaks,
-        *_guarded("device growth", lambda: find_device_growth(tables)),
-        *_guarded("device risk", lambda: find_device_risk(tables)),
-        *_guarded("descriptors", lambda: find_descriptors(tables)),
-        *_guarded("shared memory", lambda: find_shared_memory(tables)),
-        *_guarded("stalls", lambda: find_stalls(tables)),
-        *_guarded("caught errors", lambda: find_caught_errors(tables)),
-        *_guarded("pauses", lambda: find_pauses(tables)),
-        *_guarded("ranks", lambda: find_rank_straggler(tables)),
-        *_guarded("trust", lambda: find_trust(tables)),
+        *_guarded("device growth", find_device_growth, tables),
+        *_guarded("device risk", find_device_risk, tables),
+        *_guarded("descriptors", find_descriptors, tables),
+        *_guarded("shared memory", find_shared_memory, tables),
+        *_guarded("stalls", find_stalls, tables),
+        *_guarded("caught errors", find_caught_errors, tables),
+        *_guarded("pauses", find_pauses, tables),
+        *_guarded("ranks", find_rank_straggler, tables),
+        *_guarded("trust", find_trust, tables),
     ]
-    findings = _unless_damaged(lambda: without_replaced_settings(findings, tables), findings)
+    findings = _unless_damaged(findings, without_replaced_settings, findings, tables)
     findings = without_consequences(findings)
-    findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
-    findings = [_with_loader_name(add_fault(finding), tables) for finding in findings]
+    findings = [add_fault(add_allocation_sites(finding, tables, running=running)) for finding in findings]
+    findings = [_unless_damaged(finding, add_loader_name, finding, tables) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: _order(finding, running=running)))
 
 
-def _unless_damaged(compute: Callable[[], Value], otherwise: Value) -> Value:
+def _unless_damaged(otherwise: Other, compute: Callable[..., Value], *arguments: object) -> Value | Other:
     """Return what `compute` returns, or another value if a damaged event makes it raise."""
     try:
-        return compute()
+        return compute(*arguments)
     except (TypeError, ValueError, KeyError, IndexError):
         return otherwise
-
-
-def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
-    return _unless_damaged(lambda: add_loader_name(finding, tables), finding)
-
-
-def _awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
-    return _unless_damaged(lambda: awaited_time(finding, tables), None)
 
 
 def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, bool, float, float]:
@@ -171,23 +164,16 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
 
 
 def _rises_bytes(finding: Finding) -> list[float]:
-    return [float(fact.value) for fact in finding.evidence if fact.name.endswith("_rise_bytes")]
+    return [float(item.value) for item in finding.evidence if item.name.endswith("_rise_bytes")]
 
 
-def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:
+def _guarded(name: str, rule: Callable[..., list[Finding]], *arguments: object) -> list[Finding]:
     """Return the findings of a rule. A rule that fails yields a `cannot-tell` finding and stops no other rule."""
     try:
-        return rule()
+        return rule(*arguments)
     except Exception as error:  # noqa: BLE001
-        return [
-            Finding(
-                kind="cannot-tell",
-                severity="info",
-                confidence=1.0,
-                summary=f"The rule {name!r} failed on this run and has no verdict: {type(error).__name__}: {error}",
-                evidence=(Evidence(name="rule_error", value=repr(error)[:300], unit="text", n=1, window="run"),),
-            )
-        ]
+        summary = f"The rule {name!r} failed on this run and has no verdict: {type(error).__name__}: {error}"
+        return [cannot_tell(summary, fact("rule_error", repr(error)[:300], "run"))]
 
 
 def without_consequences(findings: list[Finding]) -> list[Finding]:

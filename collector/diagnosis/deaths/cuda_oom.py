@@ -19,10 +19,10 @@ from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.memory.gpu_growth import kept_tensors
 from collector.diagnosis.run.allocators import allocators, devices, record_at
 from collector.diagnosis.run.columns import floats, key_of, whole, written
-from collector.diagnosis.run.processes import fact, rank_of
+from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Growth
-from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
+from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity, fact
 from collector.store import ProcessKey
 from collector.units import plain_text, size
 

@@ -22,17 +22,9 @@ from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
-from collector.diagnosis.run.processes import (
-    fact,
-    last_memory,
-    last_step,
-    message_line,
-    rank_of,
-    sentence,
-    signal_name,
-)
+from collector.diagnosis.run.processes import last_memory, last_step, message_line, rank_of, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Finding, Locus
+from collector.findings import Finding, Locus, fact
 from collector.stacks import Frame
 from collector.store import ProcessKey
 from collector.units import plain_text

@@ -25,9 +25,9 @@ from collector.diagnosis.deaths.stuck_process import (
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, key_of, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
-from collector.diagnosis.run.processes import fact, last_step, rank_of, sentence
+from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity
+from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, fact
 from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
 from collector.stacks import WAITS_FOR_BATCH
 from collector.store import ProcessKey

@@ -19,9 +19,9 @@ from collector.diagnosis.deaths.victims import Victim
 from collector.diagnosis.run.columns import MIB, SECOND_NS, floats, host_samples, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.limit_owner import SLURM_REMEDY, LimitOwner, limit_owner
-from collector.diagnosis.run.processes import fact, last_bytes
+from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Finding, Limit
+from collector.findings import Finding, Limit, fact
 from collector.units import size
 
 #: Ticks by which the reading of the kill counter may differ from that of a process's end.

@@ -24,9 +24,9 @@ from collector.diagnosis.deaths.stuck_process import (
 )
 from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, sampled_on
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
-from collector.diagnosis.run.processes import fact, sentence
+from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Finding
+from collector.findings import Finding, fact
 from collector.stacks import WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration

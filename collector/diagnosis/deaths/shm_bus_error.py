@@ -11,9 +11,9 @@ from collector.diagnosis.deaths.host_oom_kill import end_window
 from collector.diagnosis.deaths.victims import Victim
 from collector.diagnosis.memory.shared_memory import SharedMemory
 from collector.diagnosis.run.columns import SECOND_NS, peak
-from collector.diagnosis.run.processes import fact, sentence
+from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Finding, Limit
+from collector.findings import Finding, Limit, fact
 from collector.units import size
 
 

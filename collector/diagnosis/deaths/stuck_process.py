@@ -10,9 +10,9 @@ from typing import Any
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import key_of
 from collector.diagnosis.run.lifecycle import Lifecycle
-from collector.diagnosis.run.processes import fact, rank_of
+from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence, Locus
+from collector.findings import Evidence, Locus, fact
 from collector.stacks import (
     AT_LOCK,
     FEEDS_QUEUE,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from collector.diagnosis.deaths.dead_workers import DeadWorker
 from collector.diagnosis.run.columns import floats, key_of, sampled, step_at, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
-from collector.diagnosis.run.processes import fact, last_memory, last_step, rank_of
+from collector.diagnosis.run.processes import last_memory, last_step, rank_of
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence, Locus
+from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 from training_harness.events import EventKind
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from collector.diagnosis.run.columns import floats, key_of, step_at, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
-from collector.diagnosis.run.processes import fact, rank_of
+from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Advice, Finding, Locus
+from collector.findings import Advice, Finding, Locus, fact
 from collector.store import ProcessKey
 from collector.units import number, plain_text
 

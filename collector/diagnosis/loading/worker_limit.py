@@ -20,7 +20,7 @@ from collector.diagnosis.loading.steady_state import steady_fetches
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, mean, median, sampled_on
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence, Fault
+from collector.findings import Evidence, Fault, fact
 from collector.units import number, percent
 
 #: Shares of a fetch's wall time above which the cores are contended, the fetch computes, or it is blocked.
@@ -140,7 +140,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         children_ratio=children,
         blocked_ratio=waiting,
         evidence=tuple(
-            Evidence(name=name, value=round(value, 3), unit="ratio", n=len(rows), window="steady fetches")
+            fact(name, round(value, 3), "steady fetches", n=len(rows))
             for name, value in shares
             if np.isfinite(value)
         ),

@@ -26,10 +26,9 @@ from collector.diagnosis.run.columns import (
     whole,
     window_text,
 )
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, spread
-from collector.findings import Evidence, Finding, Limit, Locus, Rate
+from collector.findings import Evidence, Finding, Limit, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
 from training_harness.records import ROLE_WORKER

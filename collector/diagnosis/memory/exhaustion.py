@@ -27,13 +27,12 @@ from collector.diagnosis.run.columns import (
     window_text,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT, first_passage_times, unevenness
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
 from collector.diagnosis.statistics.saturation import Saturation
 from collector.diagnosis.statistics.step_pace import StepPace
-from collector.findings import Eta, Evidence, Finding, Limit, Locus, Severity
+from collector.findings import Eta, Evidence, Finding, Limit, Locus, Severity, fact
 from collector.units import count, duration, quantity, size, until
 
 #: Share of a limit that is nearly full.

@@ -48,10 +48,10 @@ from collector.diagnosis.run.columns import (
     with_early_samples,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact, sentence, worker_locus
+from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
-from collector.findings import Evidence, Finding, Limit, Locus
+from collector.findings import Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 from training_harness.records import ROLE_WORKER
 

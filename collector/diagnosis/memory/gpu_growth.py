@@ -29,10 +29,9 @@ from collector.diagnosis.memory.leak import (
 )
 from collector.diagnosis.run.allocators import Allocator, devices
 from collector.diagnosis.run.columns import floats, sampled, seconds, while_training
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
-from collector.findings import Finding, Locus
+from collector.findings import Finding, Locus, fact
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
 MIN_RETRY_STEPS = 2

@@ -20,10 +20,9 @@ from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps, 
 from collector.diagnosis.memory.leak import CONFIRMED, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, warm_up_end
-from collector.findings import Evidence, Finding, Limit, Locus
+from collector.findings import Evidence, Finding, Limit, Locus, cannot_tell, fact
 
 
 def find_device_risk(tables: RunTables) -> list[Finding]:
@@ -160,12 +159,10 @@ def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float)
     if is_full:
         evidence = retries, fact("device_used_peak_bytes", used, "run", n=n)
         return full_finding(resources.GPU_MEMORY, limit, used, locus, evidence, steps=steps)
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=0.9,
-        summary=f"In {steps} steps GPU {locus.device} had no memory left until PyTorch released its cache. "
-        "The use of the device is not known, so it is not known whether memory runs out.",
+    return cannot_tell(
+        f"In {steps} steps GPU {locus.device} had no memory left until PyTorch released its cache. The use of the "
+        "device is not known, so it is not known whether memory runs out.",
+        retries,
         locus=locus,
-        evidence=(retries,),
+        confidence=0.9,
     )

@@ -55,10 +55,10 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact, sentence, worker_locus
+from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
-from collector.findings import Evidence, Finding, Locus, Rate
+from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
 from training_harness.records import ROLE_WORKER

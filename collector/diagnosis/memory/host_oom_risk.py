@@ -32,9 +32,8 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence, Finding, Limit, Locus
+from collector.findings import Evidence, Finding, Limit, Locus, fact
 from training_harness.records import ROLE_WORKER
 
 #: Share of the limit that is critical.

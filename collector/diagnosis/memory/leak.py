@@ -38,11 +38,10 @@ from collector.diagnosis.run.columns import (
     written,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import MIN_POINTS, PARTS_COUNT_OF_STEPS, Floats, Growth, growth
 from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRICT, Saturation, saturation
-from collector.findings import Evidence, Finding, Locus, Rate, Severity
+from collector.findings import Evidence, Finding, Locus, Rate, Severity, fact
 from collector.store import ProcessKey
 from collector.units import count, duration, number, quantity, size
 from training_harness.records import HOST_DEVICE

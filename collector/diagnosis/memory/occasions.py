@@ -16,11 +16,10 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import all_loops, own_pass
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, written
-from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.diagnosis.statistics.student_t import student_t_quantile
-from collector.findings import Advice, Evidence
+from collector.findings import Advice, Evidence, fact
 from collector.store import ProcessKey
 
 #: Samples on each side of an occasion whose median is the level there: all that there are, up to this many.

@@ -37,10 +37,10 @@ from collector.diagnosis.run.columns import (
     while_training,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact, sentence
+from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth
-from collector.findings import Evidence, Finding, Limit, Locus
+from collector.findings import Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 from collector.units import size
 

@@ -12,23 +12,9 @@ import pandas as pd
 
 from collector.diagnosis.run.columns import floats, held_bytes, key_of, last, sampled, step_at, whole
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence, Locus
+from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 from collector.units import plain_text
-
-#: Ends of names of measurements that are units.
-_UNITS = ("bytes", "ratio", "seconds", "status")
-
-
-def fact(name: str, value: float | str, window: str, *, unit: str | None = None, n: int = 1) -> Evidence:
-    """Return a measurement as evidence: a single observation, if `n` is not given.
-
-    Its unit is the end of its name, else it is a count.
-    """
-    if unit is None:
-        suffix = name.rpartition("_")[2]
-        unit = "text" if isinstance(value, str) else suffix if suffix in _UNITS else "count"
-    return Evidence(name=name, value=value, unit=unit, n=n, window=window)
 
 
 def sentence(words: str) -> str:

@@ -19,7 +19,7 @@ from collector.diagnosis.stalls.cost import Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
-from collector.findings import Advice, Evidence, Finding, Locus, measurements
+from collector.findings import Advice, Evidence, Finding, cannot_tell, fact, measurements
 from collector.units import duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
@@ -35,13 +35,13 @@ def too_short(tables: RunTables, loop: Loop, missing: str, steady_batches: int) 
         *measurements(len(loop.batches), "after the ramp-up", steady_batches=steady_batches),
         *measurements(len(loop.batches), "whole loop", fetches=len(loop.fetches)),
     )
-    return _cannot_tell(loop, missing, loop_locus(tables, loop), evidence)
+    return _cannot_tell(tables, loop, missing, evidence)
 
 
 def no_cause(case: LoadingCase, missing: str) -> Finding:
     """Return a finding for measured waits without a known cause; `missing` says why the cause is not known."""
     evidence = (*case.pace_evidence, *case.measured(worker_idle_ratio=case.steady.idle_ratio))
-    return _cannot_tell(case.loop, missing, loop_locus(case.tables, case.loop), evidence)
+    return _cannot_tell(case.tables, case.loop, missing, evidence)
 
 
 def slow_transfer(case: LoadingCase) -> Finding:
@@ -60,15 +60,9 @@ def slow_transfer(case: LoadingCase) -> Finding:
     )
 
 
-def _cannot_tell(loop: Loop, missing: str, locus: Locus, evidence: tuple[Evidence, ...]) -> Finding:
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=1.0,
-        summary=f"It is not known whether loader {loop.loader} keeps up: {missing}.",
-        locus=locus,
-        evidence=evidence,
-    )
+def _cannot_tell(tables: RunTables, loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
+    summary = f"It is not known whether loader {loop.loader} keeps up: {missing}."
+    return cannot_tell(summary, *evidence, locus=loop_locus(tables, loop))
 
 
 def compute_bound(case: LoadingCase) -> Finding:
@@ -301,7 +295,7 @@ def _slowest_batches(slow: pd.DataFrame) -> Evidence:
     slowest = slow.nlargest(_LISTED_BATCHES, "fetch_ns").sort_values("time_ns")[["epoch", "index"]]
     batches = ", ".join(f"{epoch}:{index}" for epoch, index in slowest.astype(int).itertuples(index=False))
     listed = f"epoch:index, at most the {_LISTED_BATCHES} slowest"
-    return Evidence(name="straggler_batches", value=batches, unit="text", n=len(slow), window=listed)
+    return fact("straggler_batches", batches, listed, n=len(slow))
 
 
 def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
