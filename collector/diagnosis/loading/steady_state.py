@@ -91,8 +91,7 @@ def steady_fetches(loop: Loop) -> pd.DataFrame:
 
 def fetch_ns(fetches: pd.DataFrame) -> Floats:
     """Return the time of each fetch in ns, collating included."""
-    durations: Floats = floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
-    return durations
+    return floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
 
 
 def pace(loop: Loop) -> Pace | None:

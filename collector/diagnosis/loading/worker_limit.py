@@ -180,8 +180,7 @@ def _samples(tables: RunTables, loop: Loop, fetches: pd.DataFrame) -> pd.DataFra
     """Return the collector's samples of the processes that made these fetches."""
     process = tables.stream("process")
     pids = fetches["pid"].unique()
-    rows: pd.DataFrame = process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
-    return rows
+    return process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
 
 
 def _limit_by_cores(

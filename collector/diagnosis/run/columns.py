@@ -104,8 +104,7 @@ def held_bytes(samples: pd.DataFrame) -> Floats:
     if not len(read):
         return resident
     at = read[np.maximum(np.searchsorted(read, np.arange(len(samples)), side="right") - 1, 0)]
-    held: Floats = np.maximum(proportional[at] + resident - resident[at], 0.0)
-    return held
+    return np.maximum(proportional[at] + resident - resident[at], 0.0)
 
 
 def by_process(rows: pd.DataFrame, columns: list[str] = PROCESS) -> Iterator[tuple[ProcessKey, pd.DataFrame]]:
@@ -137,8 +136,7 @@ def host_samples(tables: RunTables, host: str) -> pd.DataFrame:
 def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
     """Return the samples of the run's processes on a host, without the collector itself."""
     process = tables.stream("process")
-    rows: pd.DataFrame = process[(process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)]
-    return rows
+    return process[(process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)]
 
 
 def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:

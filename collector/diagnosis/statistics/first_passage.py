@@ -94,8 +94,7 @@ def _draw_walk_scales(x: Floats, y: Floats, slope: float, width: float, generato
     fit_correction = 1 - lag / len(x)  # the slope was fitted to the same data
     variance = float((deviations**2).mean()) / (lag * width) / fit_correction
     spans = len(x) / lag
-    scales: Floats = np.sqrt(variance * spans / generator.chisquare(spans, size=FUTURES_COUNT))
-    return scales
+    return np.sqrt(variance * spans / generator.chisquare(spans, size=FUTURES_COUNT))
 
 
 def _simulate(
@@ -136,8 +135,7 @@ def _simulate(
     is_met = is_crossed | is_peak
     first = is_met.argmax(axis=1)
     later = np.where(rates > 0, np.maximum(beyond, intervals * width), math.inf)
-    times: Floats = np.where(is_met.any(axis=1), (first + time[np.arange(len(first)), first]) * width, later)
-    return times
+    return np.where(is_met.any(axis=1), (first + time[np.arange(len(first)), first]) * width, later)
 
 
 def _draw_peaks(peaks: Floats, shape: tuple[int, int], generator: np.random.Generator) -> Floats:

@@ -167,8 +167,7 @@ def slopes(x: Floats, y: Floats) -> Floats:
     i, j = _pairs(len(x))
     span = x[j] - x[i]
     i, j, span = i[span > 0], j[span > 0], span[span > 0]
-    medians: Floats = np.median((y[:, j] - y[:, i]) / span, axis=1)
-    return medians
+    return np.median((y[:, j] - y[:, i]) / span, axis=1)
 
 
 @functools.cache
@@ -238,8 +237,7 @@ def bootstrap_samples(x: Floats, y: Floats, slope: float, generator: np.random.G
     width = max(2, round(count ** (1 / 3)))
     starts = generator.integers(0, count - width + 1, size=(_BOOTSTRAP_COUNT, math.ceil(count / width)))
     index = (starts[:, :, np.newaxis] + np.arange(width)).reshape(_BOOTSTRAP_COUNT, -1)[:, :count]
-    samples: Floats = fit + residuals[index]
-    return samples
+    return fit + residuals[index]
 
 
 def thin(times: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -307,8 +305,7 @@ def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
 
 def _level(values: Floats) -> Floats:
     """Return the level that is never given back, above the lowest value."""
-    level: Floats = np.minimum.accumulate(values[::-1])[::-1] - values.min()
-    return level
+    return np.minimum.accumulate(values[::-1])[::-1] - values.min()
 
 
 def rises_count(values: Floats, parts: int = PARTS_COUNT) -> float:

@@ -112,8 +112,7 @@ class Saturation:
 def _time_to(level: float | Floats, now: float, ends: Floats, scales: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         times = scales * np.log((ends - now) / (ends - level))
-    met: Floats = np.where(ends > level, np.maximum(times, 0.0), np.inf)
-    return met
+    return np.where(ends > level, np.maximum(times, 0.0), np.inf)
 
 
 def saturation(
@@ -180,8 +179,7 @@ def _missing_rises(times: Floats, levels: Floats, scale: float, parts: int) -> f
 
 
 def _shape(x: Floats, scale: float) -> Floats:
-    shape: Floats = -np.expm1(-x / scale)
-    return shape
+    return -np.expm1(-x / scale)
 
 
 def _whitener(x: Floats, y: Floats) -> Floats:
@@ -194,15 +192,13 @@ def _whitener(x: Floats, y: Floats) -> Floats:
     own = min(max(-float(noise[1:] @ noise[:-1]) / len(noise), 0.0) / total, _MOST_OWN_NOISE)
     covariance: Floats = np.diag((1 - 2 * own) * weights + 2 * own)
     covariance -= own * (np.eye(len(noise), k=1) + np.eye(len(noise), k=-1))
-    whitener: Floats = np.linalg.inv(np.linalg.cholesky(covariance))
-    return whitener
+    return np.linalg.inv(np.linalg.cholesky(covariance))
 
 
 def _fit(x: Floats, y: Floats, scale: float) -> Floats:
     """Return the exponential of this scale that is nearest to the levels."""
     shapes = np.column_stack([np.ones(len(x)), _shape(x, scale)])
-    fit: Floats = shapes @ np.linalg.lstsq(shapes, y, rcond=None)[0]
-    return fit
+    return shapes @ np.linalg.lstsq(shapes, y, rcond=None)[0]
 
 
 def _growth(increments: Floats, shape: Floats) -> float:
