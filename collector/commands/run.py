@@ -375,13 +375,11 @@ def _open_outlets(
     if not is_regular and hangs is None and not sets_workers:
         return None
     from collector.agent.live import prometheus
-    from collector.agent.live.alerts import Alerts
     from collector.agent.live.outlets import Outlets
     from collector.agent.loader_settings import LoaderSettings
 
-    alerts = Alerts(live.senders) if live.senders else None
     outlets = Outlets(
-        alerts,
+        live.senders,
         investigate=investigate,
         hangs=hangs,
         before_oom=before_oom,

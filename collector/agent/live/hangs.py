@@ -37,8 +37,8 @@ class HangReports:
 
     def __init__(self, on_hang: str | None = None) -> None:
         self._is_cancelled = on_hang == CANCEL
-        is_command = on_hang is not None and not self._is_cancelled
-        self._command = Alerts([command_sender(on_hang or "", option="--on-hang")]) if is_command else None
+        commands = [] if on_hang is None or self._is_cancelled else [on_hang]
+        self._command = Alerts([command_sender(command, option="--on-hang") for command in commands])
         self._reported: set[tuple[Locus, int | None]] = set()
 
     def report(self, run: Run, name: str, findings: Iterable[Finding]) -> None:
@@ -54,8 +54,7 @@ class HangReports:
                 self._act(run, name, finding)
 
     def _act(self, run: Run, name: str, finding: Finding) -> None:
-        if self._command is not None:
-            self._command.send(run.run_id, name, [finding])
+        self._command.send(run.run_id, name, [finding])
         command = run.manifest["command"]
         if self._is_cancelled and command is not None and command["host"] == socket.gethostname():
             EventLog(run.events_dir, Identity.of_this_process()).append(
@@ -67,8 +66,7 @@ class HangReports:
 
     def close(self) -> None:
         """Wait for the shell command, for a bounded time."""
-        if self._command is not None:
-            self._command.close()
+        self._command.close()
 
 
 def _cancel(command: LocalProcess, culprit: LocalProcess | None) -> None:

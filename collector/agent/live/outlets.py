@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collector.agent.live.alerts import Alerts
+from collector.agent.live.alerts import Alerts, Sender
 from collector.agent.live.before_oom import BeforeOom
 from collector.agent.live.hangs import HangReports
 from collector.agent.live.limits import Headroom
@@ -44,7 +44,7 @@ class Outlets:
     """Everything that reports on a run while it goes on. It is made before the run; `begin` names the run.
 
     Args:
-        alerts: senders of new findings.
+        senders: senders of new findings.
         investigate: ask a process that leaks for its allocation sites, and sample stacks before there is a warning.
         hangs: reports of hangs.
         before_oom: what to do before a limit is met.
@@ -59,7 +59,7 @@ class Outlets:
 
     def __init__(
         self,
-        alerts: Alerts | None = None,
+        senders: Iterable[Sender] = (),
         *,
         investigate: bool = False,
         hangs: HangReports | None = None,
@@ -73,12 +73,12 @@ class Outlets:
         self._samples: dict[str, Sequence[Sample]] = {}
         self._processes: dict[tuple[float | None, float | None], Sample] = {}
         self.counts: Counts | None = None
-        self._alerts = alerts
+        self._alerts = Alerts(senders)
         self._investigate = investigate
         self.lines = LineSampler(always=investigate)
         self._hangs = hangs or HangReports()
         self._before_oom = before_oom or BeforeOom()
-        self._trackers = trackers
+        self._trackers = trackers or Trackers(())
         self._settings = settings or LoaderSettings()
         self._has_card = card
         self._card: NotebookCard | None = None
@@ -102,8 +102,7 @@ class Outlets:
         self._investigator = Investigator(run) if self._investigate else None
         self._before_oom.begin(run, self._name)
         self._settings.begin(run)
-        if self._trackers is not None:
-            self._trackers.begin(run, self._name)
+        self._trackers.begin(run, self._name)
         if self._has_card:
             self._card = NotebookCard(run.path)
         self._run = run
@@ -117,8 +116,7 @@ class Outlets:
                 if self._settings.tick(now_ns):
                     self._verdicts.hurry()
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
-            if self._trackers is not None:
-                self._trackers.tick(now_ns / 1e9, self.view)
+            self._trackers.tick(now_ns / 1e9, self.view)
             if self._card is not None:
                 self._card.tick(now_ns / 1e9, self.view)
 
@@ -198,31 +196,26 @@ class Outlets:
             self._investigator.investigate(findings)
         if self._run is None:
             return
-        if self._trackers is not None:
-            self._trackers.note(findings)
-        if self._alerts is not None:
-            self._alerts.send(self._run.run_id, self._name, findings)
+        self._trackers.note(findings)
+        self._alerts.send(self._run.run_id, self._name, findings)
         if not self._has_ended:
             self._hangs.report(self._run, self._name, findings)
 
     @property
     def wants_report(self) -> bool:
         """True if a tracker keeps the HTML report."""
-        return self._trackers is not None
+        return self._trackers.is_wanted
 
     def attach_report(self, path: Path) -> None:
         """Give the HTML report to the trackers."""
-        if self._trackers is not None:
-            self._trackers.attach_report(path)
+        self._trackers.attach_report(path)
 
     def close(self) -> None:
         """Wait for queued alerts and trackers, for a bounded time."""
-        if self._trackers is not None:
-            self._trackers.close()
+        self._trackers.close()
         self._hangs.close()
         self._before_oom.close()
-        if self._alerts is not None:
-            self._alerts.close()
+        self._alerts.close()
 
     def view(self) -> View | None:
         """Return the present state for the metrics; None without a run. Called in other threads."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 from collector.agent.live.alerts import LastSent, new_findings
@@ -48,13 +48,18 @@ class Trackers:
         self._last: tuple[float, View] | None = None
         self._last_sent: LastSent = {}
 
+    @property
+    def is_wanted(self) -> bool:
+        """True if there is a tracker."""
+        return bool(self._makers)
+
     def begin(self, run: Run, name: str) -> None:
         """Open the trackers for a run."""
         self._channels = [_Channel(tool, make, run, name) for tool, make in self._makers.items()]
 
     def tick(self, now_seconds: float, take_view: Callable[[], View | None]) -> None:
         """Add a point to every series, if that is due."""
-        if self._last is not None and now_seconds - self._last[0] < EVERY_SECONDS:
+        if not self.is_wanted or (self._last is not None and now_seconds - self._last[0] < EVERY_SECONDS):
             return
         view = take_view()
         if view is None:
@@ -68,7 +73,7 @@ class Trackers:
         """Report the findings of a verdict that are new or more severe."""
         new, self._last_sent = new_findings(findings, self._last_sent)
         for finding in new:
-            self._put(partial(_note, finding))
+            self._put(methodcaller("note", finding))
 
     def attach_report(self, path: Path) -> None:
         """Add the HTML report, a file that stays."""
@@ -83,10 +88,6 @@ class Trackers:
     def _put(self, call: _Call) -> None:
         for channel in self._channels:
             channel.put(call)
-
-
-def _note(finding: Finding, tracker: Tracker) -> None:
-    tracker.note(finding)
 
 
 def _maker(name: str) -> Callable[[Run, str], Tracker]:
