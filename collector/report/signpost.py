@@ -46,19 +46,13 @@ def gravest(verdict: Verdict) -> Finding | None:
 
 
 def link(verdict: Verdict, run_id: str, address: str) -> tuple[str, str]:
-    """Return the address of the page to open first, and what it shows.
-
-    Args:
-        verdict: the verdict on the run.
-        run_id: id of the run.
-        address: address of the dashboard.
-    """
+    """Return the address of the page to open first in the dashboard at `address`, and what it shows."""
     finding = gravest(verdict)
     path, shows = _HEALTHY if finding is None else page_of(finding.kind)
     return f"{address}/{path}?{urlencode({'run': run_id})}", shows
 
 
-def look_first(verdict: Verdict, run_id: str, address: str, *, command: str = "") -> str:
+def look_first(verdict: Verdict, run_id: str, address: str, *, command: str) -> str:
     """Return the line that says what to click first; `command` opens the dashboard where it is not served yet."""
     page, shows = link(verdict, run_id, address)
     return f"Look first: {f'{command}, then ' if command else ''}{page} ({shows})"

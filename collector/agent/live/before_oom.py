@@ -99,12 +99,9 @@ class BeforeOom:
     def tick(
         self, now_seconds: float, headroom: Headroom, processes: Sequence[LocalProcess]
     ) -> Iterator[dict[str, Any]]:
-        """Act where it is due; yield the fields of an event for each time that the training was reached.
+        """Act where it is due, at the time of the last samples; yield the fields of an event for each time it did.
 
-        Args:
-            now_seconds: time of the last samples.
-            headroom: levels of the limits.
-            processes: training processes of this host, or the command if none is known.
+        The processes are the training processes of this host, or the command if none is known.
         """
         due = [finding for at, finding in self._forecasts if at - now_seconds <= self._lead_seconds]
         due += [_nearly_full(level, rate, self._host) for level, rate in headroom.nearly_full()]

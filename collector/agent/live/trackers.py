@@ -137,13 +137,7 @@ class _Channel:
 
 
 def series(view: View, before: View, seconds: float) -> tuple[int, dict[str, float]]:
-    """Return the step that a run has reached, and the values of its series.
-
-    Args:
-        view: state of the run.
-        before: state some `seconds` earlier; rates are those in between.
-        seconds: time between the two.
-    """
+    """Return the step that a run has reached, and the values of its series; `before` is its state `seconds` ago."""
     values = dict(_memory(view))
     now, then = (one.totals.sums if one.totals else {} for one in (view, before))
     steps = max((sums.get("steps", 0) for sums in now.values()), default=0)

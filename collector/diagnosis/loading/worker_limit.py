@@ -306,10 +306,9 @@ def _cores_in_use(rows: pd.DataFrame) -> float:
 
 
 def main_wait(channels: Iterable[object]) -> str | None:
-    """Return a key of `WAITS`; empty where the waits are for several things, None where too few were sampled.
+    """Return a key of `WAITS`, from the kernel functions in which the sampled threads waited.
 
-    Args:
-        channels: names of the kernel functions in which the sampled threads waited.
+    It is empty where the waits are for several things, None where too few were sampled.
     """
     kinds = Counter(_kind(str(channel)) for channel in channels if channel)
     count = kinds.total()

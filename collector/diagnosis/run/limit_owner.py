@@ -45,12 +45,7 @@ def limit_owner(tables: RunTables, host: str) -> LimitOwner | None:
 
 
 def owner_of(path: str, container: str | None) -> LimitOwner:
-    """Return the owner of a group's limit.
-
-    Args:
-        path: path of the group in its hierarchy.
-        container: kind of container that the process is in, None outside of one.
-    """
+    """Return the owner of a group's limit, by its path and the kind of container around it, None without one."""
     for form, words, remedy in _FORMS:
         if match := form.search(path):
             return LimitOwner(f"{words.format(match[1])}, cgroup {path}", remedy)

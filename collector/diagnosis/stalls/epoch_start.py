@@ -133,10 +133,7 @@ def _start_before(starts: list[_Start], first_ns: float) -> _Start | None:
 def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[float, float, float]:
     """Return the ns that an epoch lost to starting workers, until its first worker was ready, and the loop waited.
 
-    Args:
-        start: the start of the epoch, by the worker of its first batch.
-        first_ns: time of the first batch.
-        wait_ns: wait for the first batch.
+    The start is that of the worker of its first batch, which came at `first_ns`.
     """
     if start is None or not start.begun_ns <= start.ready_ns <= first_ns:
         return 0.0, math.nan, 0.0

@@ -94,15 +94,13 @@ def line_through(points: Sequence[BatchSizeRun]) -> Line | None:
 
 
 def next_size(points: Sequence[BatchSizeRun], refused: Sequence[float]) -> int | None:
-    """Return the next size to try; None if the largest that ran is as good as the largest that fits.
+    """Return the next size to try, after those that ran and those that ran out of memory (`refused`).
+
+    It is None if the largest that ran is as good as the largest that fits.
 
     If memory follows the batch size, the line gives the size. If it does not yet, memory grows at most in
     proportion to the size, since a part of it is there with any batch. On a device the trial is at least twice as
     large, even if that might not fit: running out of device memory harms nothing.
-
-    Args:
-        points: sizes that ran.
-        refused: sizes that ran out of memory.
     """
     least = min(refused, default=math.inf)
     if not points:

@@ -148,13 +148,7 @@ def held_memory(tables: RunTables, loop: Loop) -> HeldMemory:
 
 
 def loader_memory(tables: RunTables, loop: Loop, current: Prediction) -> LoaderMemory:
-    """Measure the memory of the loop's processes, and the headroom.
-
-    Args:
-        tables: the tables of the run.
-        loop: a loop of the run.
-        current: the replay's prediction for the run's own setting.
-    """
+    """Measure the memory of the loop's processes, and the headroom; `current` predicts the run's own setting."""
     host = loop.main[0]
     until = loop.batches["time_ns"].iloc[-1]  # later, the loop gives its memory back
     _, limit = binding_limit(tables, host)

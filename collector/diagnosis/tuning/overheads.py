@@ -54,10 +54,8 @@ NO_OVERHEADS = Overheads()
 def overheads(rows: pd.DataFrame, *, prefetch_factor: int, computing_ratio: float) -> Overheads:
     """Measure the costs of passing batches that workers made.
 
-    Args:
-        rows: batches with their fetches in the order of yields: epoch, worker and times (`_ns`).
-        prefetch_factor: prefetch factor of the run.
-        computing_ratio: share of the fetch time that computes.
+    `rows` are batches with their fetches, in the order of yields: epoch, worker and times (`_ns`). A share of the
+    fetch time, `computing_ratio`, computes.
     """
     gap, dispatch = _before_fetches(rows, prefetch_factor)
     made, asked, yields = (rows[name].to_numpy(dtype=float) for name in ("made_ns", "asked_ns", "yield_ns"))

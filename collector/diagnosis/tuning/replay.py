@@ -106,28 +106,21 @@ class Prediction:
     held_batches: float
     spread: float
 
-    def interval(self, error: float = 0.0) -> tuple[float, float]:
+    def interval(self, error: float) -> tuple[float, float]:
         """Return the 90 % interval of the throughput in another stretch as long.
 
-        Args:
-            error: error of the model in nine of ten cases, as a logarithm, which adds to the spread.
+        The error of the model in nine of ten cases, as a logarithm, adds to the spread.
         """
         factor = math.exp(math.hypot(_Z * math.sqrt(2) * self.spread, error))
         return self.batches_per_second / factor, self.batches_per_second * factor
 
 
-def predict(
-    trace: Trace, settings: Sequence[Setting], *, cores: Floats | None = None, seed: int = 0
-) -> list[Prediction]:
-    """Predict each setting on a trace. The spread comes from resampled blocks of the trace.
+def predict(trace: Trace, settings: Sequence[Setting], *, cores: Floats | None = None) -> list[Prediction]:
+    """Predict each setting on a trace, with these cores or those of the trace.
 
-    Args:
-        trace: the stretch to replay.
-        settings: the settings to predict.
-        cores: cores of each setting, instead of those of the trace.
-        seed: seed of the resampling.
+    The spread comes from resampled blocks of the trace.
     """
-    order = _resamples(len(trace.loop), np.random.default_rng(seed))
+    order = _resamples(len(trace.loop), np.random.default_rng(0))
     rates, waits, ready = _replay(trace, settings, order, cores)
     spread = np.log(rates[:, 1:]).std(axis=1, ddof=1)
     return [

@@ -128,10 +128,7 @@ NO_LIMITS = Limits()
 def option_text(option: Option, per_batch: float = 1.0, unit: str = "batches/s") -> str:
     """Return the throughput with its interval, and the one for the other answer on sharing, in words.
 
-    Args:
-        option: the prediction for a setting.
-        per_batch: number of `unit`'s things in a batch, such as samples.
-        unit: unit of the throughput.
+    `unit` is that of the throughput, and `per_batch` the number of its things in a batch, such as samples.
     """
     rate, low, high = (number(value * per_batch) for value in (option.batches_per_second, option.low, option.high))
     words = f"{rate} {unit} ({low}-{high})"
