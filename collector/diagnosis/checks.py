@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from collector.diagnosis.loading.loaders import loops
-from collector.diagnosis.run.columns import by_process, floats
+from collector.diagnosis.run.columns import by_process, floats, worker_samples
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.main_thread_pause import LEAST_STEPS
@@ -65,8 +65,7 @@ def _processes(tables: RunTables) -> str:
 
 
 def _workers(tables: RunTables) -> str:
-    process = tables.stream("process")
-    rows = process[floats(process, "role") == ROLE_WORKER]
+    rows = worker_samples(tables)
     if rows.empty:
         return "no workers"
     return _too_few(max(len(of_one) for _, of_one in by_process(rows)), MIN_POINTS, "samples of a worker")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.victims import Victim
-from collector.diagnosis.run.columns import MIB, SECOND_NS, floats, host_samples, peak
+from collector.diagnosis.run.columns import MIB, SECOND_NS, between, floats, host_samples, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.limit_owner import SLURM_REMEDY, LimitOwner, limit_owner
 from collector.diagnosis.run.processes import last_bytes
@@ -188,7 +188,6 @@ def _used_bytes(tables: RunTables, victim: Victim) -> float:
     """Return the largest sum of resident memory at one moment of the victim's last seconds, the collector's too."""
     process = tables.stream("process")
     rows = process[(process["host"] == victim.main[0]).to_numpy()]
-    times = floats(rows, "time_ns")
-    rows = rows[(times >= victim.last_seen_ns - _LAST_SECONDS * SECOND_NS) & (times <= victim.gone_ns)]
+    rows = between(rows, victim.last_seen_ns - _LAST_SECONDS * SECOND_NS, victim.gone_ns)
     sums = rows.assign(rss_bytes=floats(rows, "rss_bytes")).groupby("time_ns")["rss_bytes"].sum()
     return float(sums.max()) if len(sums) else 0.0

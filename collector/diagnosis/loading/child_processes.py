@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import floats, sampled_on
+from collector.diagnosis.run.columns import between, floats, sampled_on
 from collector.diagnosis.run.tables import RunTables
 from training_harness.records import ROLE_OTHER
 
@@ -61,7 +61,10 @@ def with_living_children(tables: RunTables, fetches: pd.DataFrame) -> pd.DataFra
 
 def cpu_spent_ns(samples: pd.DataFrame, begin_ns: float, end_ns: float) -> float:
     """Return the CPU time that sampled processes spent between their first and last samples in a window."""
-    times, cpu = floats(samples, "time_ns"), floats(samples, "cpu_ns")
-    rows = samples[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
-    spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
+    rows = between(samples, begin_ns, end_ns)
+    spent = (
+        rows[np.isfinite(floats(rows, "cpu_ns"))]
+        .groupby(["process_pid", "process_start_ticks"])["cpu_ns"]
+        .agg(["min", "max"])
+    )
     return float((spent["max"] - spent["min"]).sum())

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.run.columns import floats, sampled
+from collector.diagnosis.run.columns import between, floats, sampled
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
 
@@ -50,10 +51,16 @@ def core_waits(tables: RunTables, loop: Loop) -> CoreWaits:
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
     """Return (share of the window that a main thread waited for a core, number of samples); (0, 0) if unknown."""
-    samples = sampled(tables, main)
-    times, queued = floats(samples, "time_ns"), floats(samples, "run_queue_ns")
-    inside = np.isfinite(queued) & (times >= begin_ns) & (times <= end_ns)
-    if inside.sum() < _MIN_SAMPLES:
+    return spent_ratio(between(sampled(tables, main), begin_ns, end_ns), "run_queue_ns", _MIN_SAMPLES)
+
+
+def spent_ratio(samples: pd.DataFrame, column: str, least: int) -> tuple[float, int]:
+    """Return how fast a counter of ns grew from its first reading to its last, and the number of readings.
+
+    (0, 0) with fewer than the `least` readings.
+    """
+    rows = samples[np.isfinite(floats(samples, column))]
+    if len(rows) < least:
         return 0.0, 0
-    times, queued = times[inside], queued[inside]
-    return float((queued[-1] - queued[0]) / (times[-1] - times[0])), len(times)
+    (begin, end), (before, now) = (floats(rows, name)[[0, -1]] for name in ("time_ns", column))
+    return float((now - before) / max(end - begin, 1.0)), len(rows)

@@ -17,7 +17,7 @@ import pandas as pd
 from collector.diagnosis.loading.child_processes import cpu_spent_ns, living_children
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
-from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, mean, median, sampled_on
+from collector.diagnosis.run.columns import SECOND_NS, between, floats, host_samples, mean, median, sampled_on
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Fault, fact
@@ -154,9 +154,7 @@ def usable_cores(tables: RunTables, host: str) -> float:
 
 def cores_are_free(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> bool:
     """Return whether the usable cores were known to be partly idle in a window, whatever ran on them."""
-    samples = host_samples(tables, host)
-    times = floats(samples, "time_ns")
-    busy = floats(samples, "busy_cores_count")[(times >= begin_ns) & (times <= end_ns)]
+    busy = floats(between(host_samples(tables, host), begin_ns, end_ns), "busy_cores_count")
     return bool(mean(busy) < CORES_FILLED * usable_cores(tables, host))
 
 
@@ -256,10 +254,9 @@ def _storage_explains(rows: pd.DataFrame) -> bool:
 
 def _pressure(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
     """Return the share of time in which a task of the host waited for a core (PSI, cpu some); 0 if unknown."""
-    samples, fetch_ends = tables.stream("host"), floats(rows, "time_ns")
-    times = floats(samples, "time_ns")
-    inside = (samples["host"] == loop.main[0]) & (times >= fetch_ends.min()) & (times <= fetch_ends.max())
-    return float(np.nan_to_num(mean(floats(samples[inside], "cpu_some_avg10_ratio"))))
+    fetch_ends = floats(rows, "time_ns")
+    samples = between(host_samples(tables, loop.main[0]), fetch_ends.min(), fetch_ends.max())
+    return float(np.nan_to_num(mean(floats(samples, "cpu_some_avg10_ratio"))))
 
 
 def _share(rows: pd.DataFrame, column: str) -> float:

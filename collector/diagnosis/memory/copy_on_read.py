@@ -25,13 +25,13 @@ from collector.diagnosis.run.columns import (
     step_at,
     whole,
     window_text,
+    worker_samples,
 )
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Evidence, Finding, Limit, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
-from training_harness.records import ROLE_WORKER
 
 #: Copied bytes per worker below which there is no finding: touching the interpreter's own pages copies less.
 _NEGLIGIBLE_BYTES = 24 * MIB
@@ -78,10 +78,8 @@ class _Copies:
 def find_copies(tables: RunTables) -> list[Finding]:
     """Find `copy-on-read-growth`, at most once per loader: forked workers that copy their parent's pages."""
     settings, lives = loader_settings(tables), _forked_lives(tables)
-    process, fetches = tables.stream("process"), tables.stream("fetch")
-    workers = process[
-        process["process_pid"].isin({pid for _, pid in lives}) & (floats(process, "role") == ROLE_WORKER)
-    ]
+    workers, fetches = worker_samples(tables), tables.stream("fetch")
+    workers = workers[workers["process_pid"].isin({pid for _, pid in lives})]
     loaders: dict[tuple[ProcessKey, int], dict[int, list[_Copies]]] = {}
     for (host, pid, _), rows in by_process(workers):
         if (host, pid) not in lives:

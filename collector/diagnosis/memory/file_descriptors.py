@@ -46,6 +46,7 @@ from collector.diagnosis.run.columns import (
     while_training,
     whole,
     with_early_samples,
+    worker_samples,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
@@ -53,7 +54,6 @@ from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey
-from training_harness.records import ROLE_WORKER
 
 #: A rise below one descriptor per block of a trend is a few single events.
 _NEGLIGIBLE_COUNT = BLOCK_COUNTS[0]
@@ -106,9 +106,7 @@ def _processes(tables: RunTables) -> Iterator[_Process]:
         if len(rows) >= MIN_POINTS:
             locus = replace(life.locus(key), rank=whole(rows["process_rank"].iloc[-1]))
             yield _Process(key=key, name=life.name(key), locus=locus, rows=with_early_samples(tables, rows))
-    process = while_training(tables, tables.stream("process"))
-    workers = process[floats(process, "role") == ROLE_WORKER]
-    for key, rows in by_process(workers):
+    for key, rows in by_process(while_training(tables, worker_samples(tables))):
         if len(rows) >= MIN_POINTS:
             locus = worker_locus(rows)
             name = f"worker {locus.worker} of loader {locus.loader} (pid {locus.pid})"

@@ -51,6 +51,7 @@ from collector.diagnosis.run.columns import (
     while_running,
     whole,
     with_early_samples,
+    worker_samples,
     written,
 )
 from collector.diagnosis.run.host_memory import demand_series
@@ -61,7 +62,6 @@ from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
-from training_harness.records import ROLE_WORKER
 
 #: Times (seconds) and values of a measurement that is read seldom.
 _Readings = tuple[Floats, Floats]
@@ -264,9 +264,8 @@ def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
 
 def _worker_leaks(tables: RunTables) -> list[Finding]:
     """Find workers whose resident and private memory grow together; one finding per loader."""
-    process = tables.stream("process")
     loaders: defaultdict[Locus, _Workers] = defaultdict(_Workers)
-    for key, rows in by_process(process[floats(process, "role") == ROLE_WORKER]):
+    for key, rows in by_process(worker_samples(tables)):
         _note_worker(tables, loaders, key, rows)
     findings = (_loader_finding(tables, place, workers) for place, workers in loaders.items())
     return [finding for finding in findings if finding is not None]

@@ -29,12 +29,12 @@ from collector.diagnosis.run.columns import (
     training_end_ns,
     training_start_ns,
     window_text,
+    worker_samples,
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Finding, Limit, Locus, fact
-from training_harness.records import ROLE_WORKER
 
 #: Share of the limit that is critical.
 _CRITICAL_RATIO = 0.98
@@ -89,8 +89,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
 
 
 def _resource(tables: RunTables, host: str) -> Resource:
-    process = tables.stream("process")
-    has_workers = ((floats(process, "role") == ROLE_WORKER) & (process["host"] == host)).any()
+    has_workers = (worker_samples(tables)["host"] == host).any()
     return HOST_MEMORY if has_workers else HOST_MEMORY_WITHOUT_WORKERS
 
 

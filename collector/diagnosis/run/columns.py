@@ -12,7 +12,7 @@ import pandas as pd
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.store import ProcessKey
-from training_harness.records import ROLE_COLLECTOR
+from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 SECOND_NS = 1e9
 MIB = 2**20
@@ -131,6 +131,18 @@ def host_samples(tables: RunTables, host: str) -> pd.DataFrame:
     """Return the samples of a host, in the stream of that name."""
     samples = tables.stream("host")
     return tables.once(("host samples", host), lambda: samples[samples["host"] == host])
+
+
+def worker_samples(tables: RunTables) -> pd.DataFrame:
+    """Return the collector's samples of DataLoader workers."""
+    process = tables.stream("process")
+    return process[floats(process, "role") == ROLE_WORKER]
+
+
+def between(rows: pd.DataFrame, begin_ns: float, end_ns: float) -> pd.DataFrame:
+    """Return the rows from one time to another, both included."""
+    times = floats(rows, "time_ns")
+    return rows[(times >= begin_ns) & (times <= end_ns)]
 
 
 def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
@@ -263,8 +275,7 @@ def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None
     Memory used before and after belongs to start-up and clean-up. Without batches and steps, return all rows up to
     `training_end_ns`.
     """
-    times = floats(rows, "time_ns")
-    return rows[(times >= training_start_ns(tables, key)) & (times <= training_end_ns(tables))]
+    return between(rows, training_start_ns(tables, key), training_end_ns(tables))
 
 
 def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, between, finite, floats, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
@@ -144,9 +144,7 @@ def _retries(tables: RunTables, steps: dict[ProcessKey, pd.DataFrame]) -> dict[P
     """Return how often each rank's allocator flushed its cache within the steps; 0 where it is not known."""
     retries = {}
     for key, rows in steps.items():
-        memory = written(tables, "device_memory", key)
-        times = floats(memory, "time_ns")
-        counts = floats(memory, "alloc_retry_count")[(times >= floats(rows, "time_ns")[0])]
-        counts = counts[np.isfinite(counts)]
+        memory = between(written(tables, "device_memory", key), floats(rows, "time_ns")[0], math.inf)
+        counts = finite(floats(memory, "alloc_retry_count"))
         retries[key] = float(counts[-1] - counts[0]) if len(counts) else 0.0
     return retries

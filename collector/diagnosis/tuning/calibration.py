@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.core_waits import spent_ratio
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
 from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, peak, sampled
+from collector.diagnosis.run.columns import SECOND_NS, between, floats, key_of, mean, peak, sampled
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.overheads import Overheads, assumed_overheads, overheads
@@ -134,7 +135,8 @@ def _trace(tables: RunTables, loop: Loop, rows: pd.DataFrame, costs: _FetchCosts
     cpu, blocked, slow = costs.cpu, costs.blocked, costs.slowdown
     took = rows["loop_ns"].to_numpy() / SECOND_NS
     usual = float(np.nanmean(took))
-    computing = _computing_ratio(tables, loop, rows) * seconds / len(rows)
+    samples = between(sampled(tables, loop.main), rows["asked_ns"].iloc[0], rows["yield_ns"].iloc[-1])
+    computing = spent_ratio(samples, "cpu_ns", 2)[0] * seconds / len(rows)
     computing -= 0 if loop.num_workers else cpu.mean()
     share = min(1.0, max(0.0, computing * slow / max(usual, 1e-9)))
     unslowed = 1 - share * (1 - 1 / slow)  # share of the loop's time that is left without waits for a core
@@ -296,17 +298,6 @@ def _shared_trace(trace: Trace, sharing: Sharing | None, setting: Setting, rate:
         (replayed,) = throughputs(shared, [setting])
         service = np.minimum(trace.blocked, service * replayed / rate)
     return dataclasses.replace(shared, blocked=service)
-
-
-def _computing_ratio(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
-    """Return the CPU seconds of the training process per second of the stretch, 0 if it was not sampled."""
-    samples = sampled(tables, loop.main)
-    times, cpu = floats(samples, "time_ns"), floats(samples, "cpu_ns")
-    inside = np.isfinite(cpu) & (times >= rows["asked_ns"].iloc[0]) & (times <= rows["yield_ns"].iloc[-1])
-    if inside.sum() < 2:
-        return 0.0
-    times, cpu = times[inside], cpu[inside]
-    return float((cpu[-1] - cpu[0]) / max(times[-1] - times[0], 1.0))
 
 
 def _creation(tables: RunTables, loop: Loop) -> float:

@@ -18,7 +18,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.worker_limit import ranks_count
-from collector.diagnosis.run.columns import floats, host_samples, last, mean, median, peak
+from collector.diagnosis.run.columns import between, floats, host_samples, last, mean, median, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -173,11 +173,10 @@ def _samples(tables: RunTables, loop: Loop) -> pd.DataFrame:
 
     A batch that a process has mapped is subtracted: it is in /dev/shm too, and counted there.
     """
-    process = tables.stream("process")
-    times, batches = floats(process, "time_ns"), loop.batches["time_ns"]
     pids = [loop.main[1], *loop.fetches["pid"].unique()]
-    inside = (times >= batches.iloc[0]) & (times <= batches.iloc[-1]) & np.isfinite(floats(process, "rss_bytes"))
-    rows = process[inside & (process["host"] == loop.main[0]) & process["process_pid"].isin(pids)]
+    rows = between(tables.stream("process"), *loop.batches["time_ns"].iloc[[0, -1]])
+    rows = rows[(rows["host"] == loop.main[0]) & rows["process_pid"].isin(pids)]
+    rows = rows[np.isfinite(floats(rows, "rss_bytes"))]
     batch = np.minimum(np.nan_to_num(floats(rows, "shm_bytes")), np.nan_to_num(peak(_payloads(loop))))
     first_ns = rows["time_ns"].groupby([rows["process_pid"], rows["process_start_ticks"]]).transform("min")
     samples = pd.DataFrame(

@@ -15,7 +15,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loader_setting, loops
 from collector.diagnosis.loading.names import loader_name
-from collector.diagnosis.run.columns import floats
+from collector.diagnosis.run.columns import between, floats
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.tuning.calibration import calibrate, setting_of
 from collector.diagnosis.tuning.replay import Setting
@@ -159,7 +159,5 @@ def _cores_of_others(tables: RunTables, loop: Loop) -> float:
     spent_ns = 0.0
     for other in loops(tables):
         if other.main == loop.main and other.loader != loop.loader and other.num_workers:
-            made = floats(other.fetches, "time_ns")
-            inside = (made >= times[0]) & (made <= times[-1])
-            spent_ns += float(np.nansum(floats(other.fetches, "cpu_ns")[inside]))
+            spent_ns += float(np.nansum(floats(between(other.fetches, times[0], times[-1]), "cpu_ns")))
     return spent_ns / span_ns if span_ns > 0 else 0.0
