@@ -16,7 +16,7 @@ from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
 from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
-from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, key_of, origin_ns, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
@@ -173,7 +173,7 @@ def _of_training(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, st
         return
     main = life.mains[0]
     settings = loader_settings(tables)
-    phases = [event for event in tables.events_of("phase") if key_of(event) == main]
+    phases = tables.events_of("phase", by=main)
     for event in phases:
         yield float(event["time_ns"]), f"The framework entered its phase {event['phase']!r}."
     for kind in occasions_of(tables, main):

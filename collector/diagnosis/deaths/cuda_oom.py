@@ -135,7 +135,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     own = next((a.before(at_ns) for a in records if (a.key, a.device) == (key, error.device)), None)
     batches = written(tables, "batch", key)
     payload = floats(batches[floats(batches, "time_ns") <= at_ns], "payload_bytes")
-    phases = [e for e in tables.events_of("phase") if key_of(e) == key and e["time_ns"] <= at_ns]
+    phases = [event for event in tables.events_of("phase", by=key) if event["time_ns"] <= at_ns]
     return _Scene(
         error=error,
         figures=figures_at(tables, error),

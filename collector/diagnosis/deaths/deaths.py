@@ -204,7 +204,7 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
 
 
 def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
-    stops = [e for e in life.tables.events_of("collector-stop") if key_of(e) == key_of(event)]
+    stops = life.tables.events_of("collector-stop", by=key_of(event))
     resumed = [
         e for e in life.tables.events_of("collector-start") if e.get("resumed") and e["time_ns"] > event["time_ns"]
     ]

@@ -220,7 +220,7 @@ def _recorder_evidence(standstill: Standstill) -> list[Evidence]:
 
 def _went_on(tables: RunTables, life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:
     """Return whether a process made progress after that time, ended as it should, or stopped recording."""
-    if any(key_of(event) == key for event in tables.events_of("hook-disabled")):
+    if tables.events_of("hook-disabled", by=key):
         return True
     if any((floats(written(tables, name, key), "time_ns") > time_ns).any() for name in ITERATIONS):
         return True
@@ -310,8 +310,8 @@ def _has_batches_left(tables: RunTables, key: ProcessKey, series: Sequence[Mappi
     if batches.empty:
         return False
     loader, index = whole(batches["loader"].iloc[-1]), whole(batches["index"].iloc[-1])
-    for event in tables.events_of("loader"):
-        if key_of(event) == key and whole(event.get("loader")) == loader:
+    for event in tables.events_of("loader", by=key):
+        if whole(event.get("loader")) == loader:
             if event.get("num_workers") and not _has_workers(tables, key, series):
                 return False
             length, size = whole(event.get("dataset_length")), whole(event.get("batch_size"))

@@ -118,7 +118,7 @@ def _progress(
     records = {name: of_process(rows, key) for name, rows in newest.items()}
     batches = records["fetch"] if records["batch"].empty else records["batch"]
     times = {name: last(floats(records[name], "time_ns")) for name in _NEXT_PHASES if len(records[name])}
-    framework_phases = [str(event["phase"]) for event in tables.events_of("phase") if key_of(event) == key]
+    framework_phases = [str(event["phase"]) for event in tables.events_of("phase", by=key)]
     phase = _NEXT_PHASES[max(times, key=times.__getitem__)] if times else None
     if framework_phases and framework_phases[-1] != "train":  # the framework knows better
         phase = framework_phases[-1]

@@ -13,7 +13,6 @@ from collector.diagnosis.run.processes import last_memory, last_step, rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
-from training_harness.events import EventKind
 
 #: Killed workers of one loader above which they share one finding.
 _MAX_SEPARATE = 3
@@ -42,7 +41,7 @@ class Victim:
 
 def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Victim:
     """Return a worker that died, with the records of its training process and of the collector."""
-    exits = _events_count(tables, "worker-exit", worker.key)
+    exits = 0 if worker.key is None else len(tables.events_of("worker-exit", by=worker.key))
     evidence = [fact("worker_farewell_count", exits, "worker-exit events")]
     if worker.exit_code is not None:
         evidence.append(fact("worker_exit_code", worker.exit_code, "seen by the training process", unit="status"))
@@ -51,6 +50,7 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
     if worker.key is not None and life.is_dead(worker.key):
         evidence.append(fact("worker_alive", 0, "at the time of reading", unit="bool"))
     last_seen_ns, gone_ns = end_of(tables, worker.host, worker.pid, worker.key)
+    went_on = any(event["time_ns"] > gone_ns for event in tables.events_of("epoch-start", by=worker.main))
     return Victim(
         what=f"worker {worker.worker} of loader {worker.loader} (pid {worker.pid})",
         locus=Locus(
@@ -68,16 +68,14 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
         since_step=step_at(tables, worker.main, gone_ns),
-        went_on=" The training caught the error and went on."
-        if worker.message is None and _has_epoch_after(tables, worker.main, gone_ns)
-        else "",
+        went_on=" The training caught the error and went on." if worker.message is None and went_on else "",
         evidence=(*evidence, *last_memory(tables, worker.key)),
     )
 
 
 def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int | None) -> Victim:
     """Return a training process (or the command) that was ended by a signal, None if that is unknown."""
-    evidence = [fact("farewell_count", _events_count(tables, "process-exit", key), "process-exit events")]
+    evidence = [fact("farewell_count", len(tables.events_of("process-exit", by=key)), "process-exit events")]
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
     if key in life.exceptions:
@@ -124,14 +122,6 @@ def _merge(group: Sequence[Victim]) -> Victim:
         went_on=example.went_on if all(victim.went_on for victim in group) else "",
         evidence=(fact("victims_count", len(group), "workers of this loader"), *example.evidence),
     )
-
-
-def _has_epoch_after(tables: RunTables, main: ProcessKey, time_ns: float) -> bool:
-    return any(e["time_ns"] > time_ns and key_of(e) == main for e in tables.events_of("epoch-start"))
-
-
-def _events_count(tables: RunTables, kind: EventKind, key: ProcessKey | None) -> int:
-    return sum(key is not None and key_of(event) == key for event in tables.events_of(kind))
 
 
 def end_of(tables: RunTables, host: str, pid: int, key: ProcessKey | None) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import all_loops, own_pass
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.diagnosis.statistics.student_t import student_t_quantile
@@ -191,7 +191,7 @@ def _level(times: Floats, values: Floats, begin: int, end: int) -> tuple[float, 
 
 
 def _occasions(tables: RunTables, key: ProcessKey) -> Iterator[Occasions]:
-    saves = [event for event in tables.events_of("checkpoint") if key_of(event) == key]
+    saves = tables.events_of("checkpoint", by=key)
     yield _in_order("checkpoint", [(event["begun_ns"], event["time_ns"]) for event in saves])
     steps_ns = floats(written(tables, "step", key), "time_ns")
     batches = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import WRITER, floats, key_of, seconds, training_end_ns, whole
+from collector.diagnosis.run.columns import WRITER, floats, seconds, training_end_ns, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -114,11 +114,8 @@ def capacity_of(tables: RunTables, allocator: Allocator) -> tuple[float, float]:
     Both are in bytes, NaN if unknown. The second is also NaN if the process may use all. NVML's total is larger by
     the memory that the driver keeps.
     """
-    events = [
-        event
-        for event in tables.events_of("cuda-device")
-        if key_of(event) == allocator.key and event["device"] == allocator.device
-    ]
+    events = tables.events_of("cuda-device", by=allocator.key)
+    events = [event for event in events if event["device"] == allocator.device]
     if not events:
         return math.nan, math.nan
     total, ratio = float(events[-1]["total_bytes"]), events[-1].get("allowed_ratio")

@@ -128,9 +128,11 @@ class RunTables:
         """Return the number of rows of a stream over the whole run, including rows that its table lacks."""
         return self.totals[name].rows_count if name in self.totals else len(self.streams[name])
 
-    def events_of(self, *kinds: EventKind) -> list[Mapping[str, Any]]:
-        """Return the events of these kinds, in order of time."""
-        return [event for event in self.events if event["kind"] in kinds]
+    def events_of(self, *kinds: EventKind, by: ProcessKey | None = None) -> list[Mapping[str, Any]]:
+        """Return the events of these kinds, in order of time; only those that one process wrote, if it is given."""
+        events = (event for event in self.events if event["kind"] in kinds)
+        names = ("host", "pid", "start_ticks")
+        return [event for event in events if by is None or tuple(map(event.get, names)) == by]
 
 
 def load_tables(run: Run) -> RunTables:

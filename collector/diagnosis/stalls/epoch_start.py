@@ -105,13 +105,12 @@ def _starts(tables: RunTables, loop: Loop) -> dict[int, list[_Start]]:
         if (key := key_of(event)) is not None and key[0] == loop.main[0]
     }
     starts: dict[int, list[_Start]] = {}
-    for event in tables.events_of("epoch-start"):
-        if key_of(event) == loop.main:
-            created_ns = float(event["time_ns"])
-            begun_ns = float(whole(event.get("begun_ns")) or created_ns)
-            for pid in map(whole, event.get("worker_pids") or ()):
-                if pid is not None:
-                    starts.setdefault(pid, []).append(_Start(begun_ns, created_ns, ready.get(pid, math.nan)))
+    for event in tables.events_of("epoch-start", by=loop.main):
+        created_ns = float(event["time_ns"])
+        begun_ns = float(whole(event.get("begun_ns")) or created_ns)
+        for pid in map(whole, event.get("worker_pids") or ()):
+            if pid is not None:
+                starts.setdefault(pid, []).append(_Start(begun_ns, created_ns, ready.get(pid, math.nan)))
     return starts
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.core_waits import queued_ratio
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, median, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
@@ -106,7 +106,7 @@ def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tup
 
 def _saving_ratio(tables: RunTables, pauses: pd.DataFrame, main: ProcessKey, seconds: float) -> float:
     """Return the share of the pauses' excess time that recorded calls of `torch.save` took, at most 1."""
-    saves = [event for event in tables.events_of("checkpoint") if key_of(event) == main]
+    saves = tables.events_of("checkpoint", by=main)
     ends = floats(pauses, "time_ns")
     starts = ends - floats(pauses, "duration_ns")
     begun, ended = (np.array([event[name] for event in saves], dtype=float) for name in ("begun_ns", "time_ns"))

@@ -13,7 +13,7 @@ from collector.diagnosis.loading.core_waits import spent_ratio
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
 from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
-from collector.diagnosis.run.columns import SECOND_NS, between, floats, key_of, mean, peak, sampled
+from collector.diagnosis.run.columns import SECOND_NS, between, floats, mean, peak, sampled
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.overheads import Overheads, assumed_overheads, overheads
@@ -304,8 +304,8 @@ def _creation(tables: RunTables, loop: Loop) -> float:
     """Return the seconds that creating one worker takes at the beginning of an epoch; 0 if workers stay."""
     took = [
         event["time_ns"] - event["begun_ns"]
-        for event in tables.events_of("epoch-start")
-        if key_of(event) == loop.main and event.get("loader") == loop.loader and event.get("begun_ns") is not None
+        for event in tables.events_of("epoch-start", by=loop.main)
+        if event.get("loader") == loop.loader and event.get("begun_ns") is not None
     ]
     recurring = np.array(took[1:], dtype=float)  # the first epoch always starts workers
     return float(np.median(recurring)) / max(loop.num_workers, 1) / SECOND_NS if len(recurring) else 0.0
