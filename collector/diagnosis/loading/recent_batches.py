@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
 from collector.diagnosis.run.columns import whole
-from collector.diagnosis.run.tables import RunTables, look_backs, newest_since_ns, totals_of
+from collector.diagnosis.run.tables import RunTables, as_events, columns_sql, look_backs, newest_since_ns, totals_of
 from collector.store.queries import Queryable, loading
 from training_harness.records import IDENTITY, STREAMS
 
@@ -36,7 +35,7 @@ class _Streams(dict[str, pd.DataFrame]):
             total = totals_of(self._snapshot, [name])[name]
             self[name] = _rows(self._snapshot, name, newest_since_ns(self._snapshot, name, total, _SAMPLES))
         else:
-            self[name] = pd.DataFrame(columns=_columns(name))
+            self[name] = pd.DataFrame(columns=[column.name for column in (*STREAMS[name].columns, *IDENTITY)])
         return self[name]
 
 
@@ -53,7 +52,7 @@ def recent_loading(
     The batches, fetches and stages are those of `rank`, or of all ranks without it. `process` and `host` have the
     last samples of all ranks, as long as `snapshot` is open. The other streams are empty.
     """
-    streams, events = _Streams(snapshot), _bodies(loading.starts(snapshot))
+    streams, events = _Streams(snapshot), as_events(loading.starts(snapshot))
     ranks_count = len({event["rank"] for event in events if event["kind"] == "process-start"})
     of_rank, share = ("TRUE", 1) if rank is None else (f"rank = {rank:d}", max(1, ranks_count))
     batch = _newest(snapshot, from_ns, batches_count, of_rank, share)
@@ -98,14 +97,9 @@ def _newest(snapshot: Queryable, from_ns: int, most: int, of_rank: str, share: i
     return newest.iloc[::-1].reset_index(drop=True)
 
 
-def _columns(name: str) -> list[str]:
-    return [column.name for column in (*STREAMS[name].columns, *IDENTITY)]
-
-
 def _rows(snapshot: Queryable, name: str, since_ns: int, where: str = "TRUE", order: str = "ASC") -> pd.DataFrame:
-    columns = ", ".join(f'"{column}"' for column in _columns(name))
     return snapshot.query(
-        f'SELECT {columns} FROM "{name}" WHERE time_ns >= {since_ns} AND {where} ORDER BY time_ns {order}'
+        f'SELECT {columns_sql(name)} FROM "{name}" WHERE time_ns >= {since_ns} AND {where} ORDER BY time_ns {order}'
     )
 
 
@@ -113,13 +107,5 @@ def _epochs(snapshot: Queryable, since_ns: int, of_rank: str) -> list[dict[str, 
     """Return the `epoch-start` events, which name the workers, since `since_ns`, and each loader's last before."""
     of_loader = f"host, pid, start_ticks, body->>'$.loader', time_ns >= {since_ns}"
     newest = f"row_number() OVER (PARTITION BY {of_loader} ORDER BY time_ns DESC) <= {_EPOCHS_BEFORE}"
-    return _bodies(
-        snapshot.query(
-            f"FROM event WHERE kind = 'epoch-start' AND {of_rank} QUALIFY time_ns >= {since_ns} OR {newest}"
-        )
-    )
-
-
-def _bodies(events: pd.DataFrame) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = events.to_dict("records")  # type: ignore[assignment]
-    return [{**json.loads(row.pop("body")), **row, "rank": whole(row["rank"])} for row in rows]
+    epochs = f"FROM event WHERE kind = 'epoch-start' AND {of_rank} QUALIFY time_ns >= {since_ns} OR {newest}"
+    return as_events(snapshot.query(epochs))

@@ -181,9 +181,8 @@ def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Tota
     if len(units) < 2:
         return _stream(snapshot, "step", total), total
     unit, n, first_ns, last_ns = map(int, units.iloc[0])
-    columns = ", ".join(f'"{column.name}"' for column in (*STREAMS["step"].columns, *IDENTITY))
-    newest = f'SELECT {columns} FROM "step" WHERE {_UNIT} = {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
-    rows = snapshot.query(f"FROM ({newest}) ORDER BY time_ns")
+    newest = f'FROM "step" WHERE {_UNIT} = {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
+    rows = snapshot.query(f"SELECT {columns_sql('step')} FROM ({newest}) ORDER BY time_ns")
     return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns)
 
 
@@ -208,14 +207,18 @@ def totals_of(snapshot: Queryable, names: Iterable[str]) -> dict[str, Total]:
 
 
 def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
-    columns = ", ".join(f'"{column.name}"' for column in (*STREAMS[name].columns, *IDENTITY))
     if total.rows_count <= ROWS_PER_STREAM:
         source = f'"{name}"'
     elif name in _THINNED:
         source = f"({_thinned(snapshot, name, total)})"
     else:
         source = f'(FROM "{name}" WHERE time_ns >= {newest_since_ns(snapshot, name, total, ROWS_PER_STREAM)})'
-    return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
+    return snapshot.query(f"SELECT {columns_sql(name)} FROM {source} ORDER BY time_ns")
+
+
+def columns_sql(name: str) -> str:
+    """Return SQL for the columns of a stream, with those that identify the process that wrote a record."""
+    return ", ".join(f'"{column.name}"' for column in (*STREAMS[name].columns, *IDENTITY))
 
 
 def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int) -> int:
@@ -288,10 +291,17 @@ def _among(query: str, *columns: str) -> str:
 
 def _events(snapshot: Snapshot) -> list[dict[str, Any]]:
     structural = f"kind IN {STRUCTURAL_EVENTS}"
-    rows: list[dict[str, Any]] = snapshot.query(
-        f"FROM (FROM event WHERE {structural} UNION ALL FROM (FROM event WHERE NOT {structural} "
-        f"ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM})) ORDER BY time_ns"
-    ).to_dict("records")  # type: ignore[assignment]
+    return as_events(
+        snapshot.query(
+            f"FROM (FROM event WHERE {structural} UNION ALL FROM (FROM event WHERE NOT {structural} "
+            f"ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM})) ORDER BY time_ns"
+        )
+    )
+
+
+def as_events(events: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return events as rules take them, from rows of the table `event`."""
+    rows: list[dict[str, Any]] = events.to_dict("records")  # type: ignore[assignment]
     return [{**json.loads(row.pop("body")), **row, "rank": _optional_int(row["rank"])} for row in rows]
 
 
