@@ -10,7 +10,7 @@ from rich.table import Table
 from collector.budget.judgement import Judgement
 from collector.findings import Finding, as_json as finding_json, finite
 from collector.report import labels, wording
-from collector.report.terminal import markdown_text
+from collector.report.terminal import markdown_text, plain_table
 from collector.units import number, quantity
 
 SCHEMA = 1
@@ -19,7 +19,7 @@ _MARKS = {"within": "✔ within", "beyond": "✖ beyond", "not judged": "? not j
 
 def table(judgements: Iterable[Judgement]) -> Table:
     """Draw one row per measure; its result is a word, not the mark alone."""
-    rows = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    rows = plain_table()
     for head in ("", "budget", "measured", "result"):
         rows.add_column(head, no_wrap=head != "measured", overflow="fold")
     for each in judgements:

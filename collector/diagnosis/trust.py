@@ -293,11 +293,7 @@ def _no_torch(life: Lifecycle, processes: Mapping[Any, Mapping[str, Any]]) -> Fi
         what = "none of its processes is Python"
     else:
         what = "the command ended before its processes were sampled"
-    return cannot_tell(
-        f"{_ended(life)}. No training was seen: {what}.",
-        _attached(0),
-        *_exit_status(life),
-    )
+    return cannot_tell(f"{_ended(life)}. No training was seen: {what}.", _attached(0), *_exit_status(life))
 
 
 def _attached(count: int, n: int | None = None) -> Evidence:

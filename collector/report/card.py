@@ -292,9 +292,9 @@ def _details(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterato
     if finding.advice:
         yield "Do", f"As for {adviser} above." if adviser else _advice(finding)
     if finding.held_by:
-        yield "Held by", _allocation_sites(finding)
+        yield "Held by", _beside(_allocation_sites(finding))
     if finding.waits_in:
-        yield "Waits in", _waiting_lines(finding)
+        yield "Waits in", _beside(_waiting_lines(finding))
     if finding.evidence:
         yield "Figures", _evidence(finding.evidence if verbose else wording.decisive(finding))
     if verbose and finding.rate is not None:
@@ -328,33 +328,34 @@ def _evidence(evidence: Sequence[Evidence]) -> Group:
     return Group(*([table] if table.row_count else []), *texts)
 
 
-def _allocation_sites(finding: Finding) -> Table:
-    """Draw the bytes in one column, and line, callers and objects below each other: paths are long."""
+def _beside(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Draw figures in one column, and in the other what they are of, in rows below each other: paths are long."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _allocation_sites(finding: Finding) -> Iterator[tuple[str, str | Text]]:
+    """Yield the bytes of each site with its line, its callers and its objects."""
     for site in finding.held_by:
-        table.add_row(wording.bytes_growth(site), site.site)
-        for caller in site.callers:
-            table.add_row("", Text(f"from {caller}", style="dim"))
-        table.add_row("", Text(wording.count_growth(site), style="dim"))
-    table.add_row("", Text(f"grown within {finding.held_by[0].window}", style="dim"))
-    return table
+        yield wording.bytes_growth(site), site.site
+        for words in (*(f"from {caller}" for caller in site.callers), wording.count_growth(site)):
+            yield "", Text(words, style="dim")
+    yield "", Text(f"grown within {finding.held_by[0].window}", style="dim")
 
 
-def _waiting_lines(finding: Finding) -> Table:
-    """Draw the share of the awaited time in one column, and the line with its source and its callers beside it."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+def _waiting_lines(finding: Finding) -> Iterator[tuple[str, str | Text]]:
+    """Yield the share of the awaited time of each line, with its source and its callers."""
     for line in finding.waits_in:
-        table.add_row(percent(line.ratio), line.site)
+        yield percent(line.ratio), line.site
         if line.source:
-            table.add_row("", Text(line.source, style="bold", no_wrap=True, overflow="ellipsis"))
+            yield "", Text(line.source, style="bold", no_wrap=True, overflow="ellipsis")
         if context := wording.context(line):
-            table.add_row("", Text(context, style="dim"))
-    table.add_row("", Text(f"shares of {wording.samples(finding.waits_in[0])}", style="dim"))
-    return table
+            yield "", Text(context, style="dim")
+    yield "", Text(f"shares of {wording.samples(finding.waits_in[0])}", style="dim")
 
 
 def _advice(finding: Finding) -> Table:

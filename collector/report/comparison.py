@@ -12,6 +12,7 @@ from rich.table import Table
 
 from collector.diagnosis import ROWS_PER_STREAM, Verdict
 from collector.errors import TidegaugeError
+from collector.report.terminal import plain_table
 from collector.store.queries import collector_health, loading, process_memory, spans, training_steps
 from collector.units import MISSING, is_known, number, quantity
 
@@ -222,7 +223,7 @@ def as_json(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, S
 
 def table(runs: Mapping[str, Mapping[str, Measure]]) -> Table:
     """Draw the figures, one column per run, that of the baseline first."""
-    rows = _empty_table("")
+    rows = plain_table("")
     baseline, first = next(iter(runs.items()))
     for run_id in runs:
         rows.add_column(baseline_words(run_id) if run_id == baseline else run_id)
@@ -235,15 +236,11 @@ def table(runs: Mapping[str, Mapping[str, Measure]]) -> Table:
 
 def settings_table(run_ids: Sequence[str], differing: Mapping[str, Sequence[str]]) -> Table:
     """Draw the settings that differ, one row per setting and run."""
-    rows = _empty_table("setting", "run", "value")
+    rows = plain_table("setting", "run", "value")
     for name, values in differing.items():
         for run_id, value in zip(run_ids, values, strict=True):
             rows.add_row(name, run_id, value)
     return rows
-
-
-def _empty_table(*headings: str) -> Table:
-    return Table(*headings, box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
 
 
 def split_headings(rows: Table) -> Table:

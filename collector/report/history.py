@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from collector.findings import SEVERITIES, Identity
 from collector.report.command_identity import Command
 from collector.report.listing import ListEntry
-from collector.report.results import Result, ResultFinding
+from collector.report.results import ResultFinding
 from collector.units import is_known, quantity
 
 #: Probability with which a trend of runs of one level shows a change all the same.
@@ -34,12 +34,12 @@ _COMMIT_CHARACTERS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A figure of which the history is shown: its name in a sentence, and its value in a result."""
+    """A figure of which the history is shown: its name in a sentence, and that of its field in a result."""
 
     key: str
     title: str
     unit: str
-    value: Callable[[Result], float | None]
+    field: str
 
     @property
     def is_share(self) -> bool:
@@ -49,20 +49,10 @@ class Trend:
 
 #: Figures of which the history is shown.
 TRENDS = (
-    Trend(key="throughput", title="throughput", unit="", value=lambda result: result.throughput),
-    Trend(key="data_wait", title="data wait", unit="ratio", value=lambda result: result.data_wait_ratio),
-    Trend(
-        key="host_peak",
-        title="peak host memory",
-        unit="bytes",
-        value=lambda result: result.host_peak_bytes,
-    ),
-    Trend(
-        key="device_peak",
-        title="peak GPU reserved",
-        unit="bytes",
-        value=lambda result: result.device_peak_bytes,
-    ),
+    Trend(key="throughput", title="throughput", unit="", field="throughput"),
+    Trend(key="data_wait", title="data wait", unit="ratio", field="data_wait_ratio"),
+    Trend(key="host_peak", title="peak host memory", unit="bytes", field="host_peak_bytes"),
+    Trend(key="device_peak", title="peak GPU reserved", unit="bytes", field="device_peak_bytes"),
 )
 
 
@@ -185,15 +175,9 @@ def history_of(command: Command, entries: Iterable[ListEntry]) -> History:
 
 def trend_points(history: History, trend: Trend) -> list[tuple[ListEntry, float]]:
     """Return the runs with a figure, and its value. Only one unit of throughput is used, that of the newest run."""
-    units = [
-        entry.result.throughput_unit for entry in history.runs if entry.result and is_known(entry.result.throughput)
-    ]
-    points = []
-    for entry in history.runs:
-        value = trend.value(entry.result) if entry.result else None
-        if is_known(value) and (trend.unit or (entry.result and entry.result.throughput_unit == units[-1])):
-            points.append((entry, float(value)))
-    return points
+    values = [(entry, getattr(entry.result, trend.field), entry.result) for entry in history.runs if entry.result]
+    known = [(entry, float(value), result.throughput_unit) for entry, value, result in values if is_known(value)]
+    return [(entry, value) for entry, value, unit in known if trend.unit or unit == known[-1][2]]
 
 
 def trend_unit(history: History, trend: Trend) -> str:

@@ -17,6 +17,7 @@ from collector.errors import TidegaugeError
 from collector.report.command_identity import Command, command_of
 from collector.report.known import Known, home_of, known_files, known_findings
 from collector.report.results import RESULT_FIGURES, Result, result_from, result_of_report
+from collector.report.terminal import plain_table
 from collector.store import (
     ANNOTATION,
     RESULT,
@@ -172,7 +173,7 @@ def _read_entry(
 def run_table(runs: Iterable[ListEntry]) -> Table:
     """Draw id, name and tags, status, steps, duration and the gravest finding of each run, in the given order."""
     runs = list(runs)
-    table = _plain_table(gap=1)
+    table = plain_table(gap=1)
     table.add_column("run", no_wrap=True)
     if has_labels := any(map(_label, runs)):
         table.add_column("name, tags", overflow="fold")
@@ -198,7 +199,7 @@ def _label(entry: ListEntry) -> str:
 
 def export_table(files: Iterable[ExportedFile]) -> Table:
     """Draw name, rows and size of each file."""
-    table = _plain_table()
+    table = plain_table()
     table.add_column("file", no_wrap=True)
     table.add_column("rows", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
@@ -209,7 +210,7 @@ def export_table(files: Iterable[ExportedFile]) -> Table:
 
 def prune_table(candidates: Iterable[StoredRun]) -> Table:
     """Draw id, status and size of the runs to delete, and why some stay."""
-    table = _plain_table()
+    table = plain_table()
     table.add_column("run", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
@@ -218,10 +219,6 @@ def prune_table(candidates: Iterable[StoredRun]) -> Table:
         fate = f"stays: {stored.keep_reason}" if stored.keep_reason else "goes"
         table.add_row(stored.run.run_id, list_entry(stored.run).status, size(stored.size_bytes), fate)
     return table
-
-
-def _plain_table(*, gap: int = 2) -> Table:
-    return Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
 
 
 def _text(value: object) -> str | None:

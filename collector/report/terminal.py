@@ -35,6 +35,11 @@ class Terminal(Console):
         self.file.write("".join(f"{line}\n" for line in lines[1:]))
 
 
+def plain_table(*headings: str, gap: int = 2) -> Table:
+    """Return a table without lines, with blanks between its columns, that `Terminal.print_table` can print."""
+    return Table(*headings, box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+
+
 def _aligned_lines(table: Table) -> list[str] | None:
     """Return the header and the rows of a table; None if it has more, or a cell that is no plain line."""
     _, right, _, _ = table.padding

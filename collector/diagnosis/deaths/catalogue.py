@@ -99,10 +99,7 @@ _LOAD_AHEAD = Advice(
     expected="the training waits less, or not at all, for a slow download",
     effect="changes memory",
 )
-HANG = Death(
-    kind="hang",
-    sentence="{what} has not trained for {silent}: it is {does}{where}{held}.",
-)
+HANG = Death(kind="hang", sentence="{what} has not trained for {silent}: it is {does}{where}{held}.")
 HANG_WITHOUT_HOOKS = replace(
     HANG,
     sentence="{what} {hangs}: it is {does}{where}{held}; no process of the run has used CPU time for {silent}.",

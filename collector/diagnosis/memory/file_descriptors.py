@@ -24,14 +24,7 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import (
-    CONFIRMED,
-    Use,
-    is_brief,
-    leak_finding,
-    rise_since,
-    young_finding,
-)
+from collector.diagnosis.memory.leak import CONFIRMED, Use, is_brief, leak_finding, rise_since, young_finding
 from collector.diagnosis.run.columns import (
     PROCESS,
     by_process,
