@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.child_processes import with_living_children
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, key_of, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
@@ -73,9 +73,7 @@ def _loops(tables: RunTables) -> list[Loop]:
     fetch = with_living_children(tables, _with_owner(tables))
     settings = loader_settings(tables)
     found_loops = []
-    for _, rows in batch.groupby(["host", "pid", "start_ticks"], sort=True):
-        writer = rows.iloc[0]
-        key = (str(writer["host"]), int(writer["pid"]), int(writer["start_ticks"]))
+    for key, rows in by_process(batch, WRITER):
         last_loader = recreated_loaders(tables, settings, key)
         batches = _join_loaders(rows, last_loader)
         fetches = _join_loaders(fetch[(fetch["owner_pid"] == key[1]) & (fetch["host"] == key[0])], last_loader)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop, all_loops, replaced_loaders
-from collector.diagnosis.run.columns import GIB, SECOND_NS, floats, mean, of_process
+from collector.diagnosis.run.columns import GIB, SECOND_NS, WRITER, floats, mean, of_process
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 
@@ -28,7 +28,6 @@ TRANSFER_RATE = GIB
 RECENT_BATCHES = 20_000
 #: Shortest time that a clock measures.
 RESOLUTION_NS = 1e3
-_PROCESS = ["host", "pid", "start_ticks"]
 _OF_BATCH = ("epoch", "index")
 _OF_FETCH = ("pid", "start_ticks", "time_ns")
 _OF_STAGE = ["stage", "in_fetch"]
@@ -134,7 +133,7 @@ def _timeline(loop: Loop, stages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFr
     """
     made = loop.fetches.assign(made_ns=floats(loop.fetches, "time_ns"))
     made = made[np.isfinite(made["made_ns"])]
-    process = made.groupby(_PROCESS).ngroup().to_numpy()
+    process = made.groupby(WRITER).ngroup().to_numpy()
     order = np.lexsort((made["made_ns"], process))
     made = made.iloc[order].reset_index(drop=True)
     rows = pd.DataFrame({"process": process[order], "made_ns": made["made_ns"]})
@@ -158,7 +157,7 @@ def _timeline(loop: Loop, stages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFr
 
 def _stage_times(made: pd.DataFrame, stages: pd.DataFrame) -> pd.DataFrame:
     """Return the ns of each fetch by stage. One process records a fetch and its stages at one moment."""
-    keys = [*_PROCESS, "time_ns"]
+    keys = [*WRITER, "time_ns"]
     called = stages[stages["worker"].notna() & stages["duration_ns"].notna() & ~stages["stage"].isin(WAIT_PARTS)]
     if called.empty:
         return pd.DataFrame(index=made.index)

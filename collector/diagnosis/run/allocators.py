@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import WRITER, floats, seconds, training_end_ns, whole
+from collector.diagnosis.run.columns import WRITER, by_process, floats, seconds, training_end_ns, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -83,12 +83,13 @@ class Allocator:
 
 def allocators(rows: pd.DataFrame) -> list[Allocator]:
     """Return one allocator for each process and device, from rows of `device_memory` in order of time."""
-    result = []
-    for _, records in rows.groupby([*WRITER, "device"]):
-        last = records.iloc[-1]
-        key = (str(last["host"]), int(last["pid"]), int(last["start_ticks"]))
-        result.append(Allocator(key=key, rank=whole(last["rank"]), device=int(last["device"]), rows=records))
-    return result
+    return [
+        Allocator(
+            key=key, rank=whole(records["rank"].iloc[-1]), device=int(records["device"].iloc[-1]), rows=records
+        )
+        for key, of_one in by_process(rows, WRITER)
+        for _, records in of_one.groupby("device")
+    ]
 
 
 def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Allocator]]]:
