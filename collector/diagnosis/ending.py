@@ -94,17 +94,21 @@ def ending_of(tables: RunTables, findings: Sequence[Finding]) -> Ending | None:
     life = lifecycle_of(tables)
     if life.status() not in ("failed", "killed"):
         return None
-    return Ending(record=_record(tables, life, findings), happenings=_happenings(tables, life))
+    return Ending(record=_record(life, findings), happenings=_happenings(life))
 
 
-def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
+def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
     death = next((finding for finding in findings if _is_end(finding)), None)
     if death is None:
         return ExitRecord(reason=_UNKNOWN, exit_status=life.exit_status, seconds=life.wall_seconds)
     where = death.locus
     code = death.value_of("worker_exit_code")
     sent = signal_of_child(whole(code)) if code is not None else _signal_of_main(life, where)
-    owner = limit_owner(tables, where.host) if death.limit and death.limit.name == "cgroup" and where.host else None
+    owner = (
+        limit_owner(life.tables, where.host)
+        if death.limit and death.limit.name == "cgroup" and where.host
+        else None
+    )
     return ExitRecord(
         reason=_reason(death),
         victim=where,
@@ -114,7 +118,7 @@ def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> 
         signal=signal_name(_SIGNALS.get(death.kind, sent)),
         exit_status=life.exit_status,
         step=None if not death.steps_before else death.steps_before - 1,
-        seconds=_end_seconds(tables, life, death),
+        seconds=_end_seconds(life, death),
         followers_count=max(len(life.mains) - (where.role == "main"), 0) if len(life.mains) > 1 else 0,
     )
 
@@ -144,7 +148,7 @@ def _signal_of_main(life: Lifecycle, where: Locus) -> int | None:
     return signals[0] if signals else None
 
 
-def _end_seconds(tables: RunTables, life: Lifecycle, death: Finding) -> float | None:
+def _end_seconds(life: Lifecycle, death: Finding) -> float | None:
     """Return when the victim raised or was first known to be gone, in seconds; for several, the end of the run."""
     raised = death.value_of("exception_after_seconds")
     if raised is not None:
@@ -152,13 +156,13 @@ def _end_seconds(tables: RunTables, life: Lifecycle, death: Finding) -> float | 
     host, pid = death.locus.host, death.locus.pid
     if host is None or pid is None:
         return life.wall_seconds
-    _, gone_ns = end_of(tables, host, pid, process_at(tables, host, pid))
-    return (gone_ns - origin_ns(tables)) / SECOND_NS
+    _, gone_ns = end_of(life.tables, host, pid, process_at(life.tables, host, pid))
+    return (gone_ns - origin_ns(life.tables)) / SECOND_NS
 
 
-def _happenings(tables: RunTables, life: Lifecycle) -> tuple[Happening, ...]:
-    end_ns = origin_ns(tables) + (life.wall_seconds or 0.0) * SECOND_NS
-    found = [*_of_training(tables, life), *_of_memory(tables), *_of_ends(tables, life)]
+def _happenings(life: Lifecycle) -> tuple[Happening, ...]:
+    end_ns = origin_ns(life.tables) + (life.wall_seconds or 0.0) * SECOND_NS
+    found = [*_of_training(life), *_of_memory(life.tables), *_of_ends(life)]
     within = [(at, text) for at, text in found if -LAST_MINUTE_SECONDS * SECOND_NS <= at - end_ns <= SECOND_NS]
     within.sort(key=lambda item: min(item[0], end_ns))  # stable: causes come before ends of the same time
     return tuple(
@@ -167,11 +171,11 @@ def _happenings(tables: RunTables, life: Lifecycle) -> tuple[Happening, ...]:
     )
 
 
-def _of_training(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
+def _of_training(life: Lifecycle) -> Iterator[tuple[float, str]]:
     """Yield the phases of the training, as the first training process recorded them, and its last step."""
     if not life.mains:
         return
-    main = life.mains[0]
+    tables, main = life.tables, life.mains[0]
     settings = loader_settings(tables)
     phases = tables.events_of("phase", by=main)
     for event in phases:
@@ -237,8 +241,9 @@ def _first_line(event: Mapping[str, Any]) -> str:
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
 
 
-def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
+def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
     """Yield errors and ends of processes."""
+    tables = life.tables
     for event in tables.events_of("worker-died"):
         code = whole(event.get("exit_code"))
         by = signal_name(signal_of_child(code)) or f"exit status {number(code)}"

@@ -22,7 +22,7 @@ from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
-from collector.diagnosis.run.processes import last_memory, last_step, message_line, rank_of, sentence, signal_name
+from collector.diagnosis.run.processes import last_memory, last_step, message_line, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus, fact
 from collector.stacks import Frame
@@ -45,8 +45,8 @@ _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
 def find_deaths(tables: RunTables) -> list[Finding]:
     """Find every victim of a kill, every crash that does not follow from one, and a killed collector."""
     life = lifecycle_of(tables)
-    workers = [worker_victim(tables, life, worker) for worker in Workers(life).killed()]
-    mains = [main_victim(tables, life, key, signal) for key, signal in life.killed_mains.items()]
+    workers = [worker_victim(life, worker) for worker in Workers(life).killed()]
+    mains = [main_victim(life, key, signal) for key, signal in life.killed_mains.items()]
     victims = [*workers, *mains]
     # No process recorded how these ended; the kernel's count of kills may explain it.
     survived = life.mains if life.exit_status == 0 else ()  # by the command, as a sweep survives one of its trials
@@ -55,7 +55,7 @@ def find_deaths(tables: RunTables) -> list[Finding]:
         for key in (*life.watched, *life.replaced, *survived)
         if life.is_dead(key) and key not in life.recorded_exits
     ]
-    oom = oom_victims(tables, [*victims, *(main_victim(tables, life, key, None) for key in gone)])
+    oom = oom_victims(tables, [*victims, *(main_victim(life, key, None) for key in gone)])
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
     findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
@@ -65,7 +65,7 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus, *over)])
     findings += [_kill(victim, is_cancelled=is_cancelled) for victim in rest]
     findings += find_cuda_ooms(tables)
-    findings += _crashes(tables, life, victims)
+    findings += _crashes(life, victims)
     findings += [_collector_killed(life, event) for event in life.collectors_killed()]
     return findings + find_restarts(life)
 
@@ -102,7 +102,7 @@ def _death_of(victim: Victim) -> Death:
     return catalogue.KILLED if victim.signal in (None, SIGKILL) else catalogue.STOPPED
 
 
-def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
+def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     """Find the uncaught exception that ended the training; the first one is the cause of the rest.
 
     Exceptions of the processes that started the training count too, unless they report a victim's end.
@@ -121,15 +121,15 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
     causes.sort(key=lambda item: item[1]["time_ns"])
     if victims and len(life.mains) > 1:
         causes = []  # a rank that lost its peer raises too
-    explained = ended_by_cuda_oom(tables)
-    findings = [_crash(tables, life, key, event) for key, event in causes[:1] if key not in explained]
+    explained = ended_by_cuda_oom(life.tables)
+    findings = [_crash(life, key, event) for key, event in causes[:1] if key not in explained]
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
-        findings += _failed_exit(tables, life, code)
+        findings += _failed_exit(life, code)
     return findings
 
 
-def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
+def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
     message = plain_text(str(event.get("message") or "")).strip()
     lines = message.splitlines() or [""]
     # An exception of another process quotes its traceback, whose last line is the exception.
@@ -139,7 +139,7 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
         fact("exception", text[:300], "uncaught"),
         fact(
             "exception_after_seconds",
-            round((event["time_ns"] - origin_ns(tables)) / SECOND_NS, 3),
+            round((event["time_ns"] - origin_ns(life.tables)) / SECOND_NS, 3),
             "since the run's first record",
         ),
     ]
@@ -147,8 +147,8 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
     finding = catalogue.EXCEPTION.finding(
         locus=life.locus(key),
-        since_step=last_step(tables, key),
-        evidence=(*evidence, *last_memory(tables, key)),
+        since_step=last_step(life.tables, key),
+        evidence=(*evidence, *last_memory(life.tables, key)),
         what=sentence(life.name(key)),
         exception=event.get("type"),
         site=_at(event),
@@ -169,14 +169,15 @@ def _at(event: Mapping[str, Any]) -> str:
     return f" at {os.path.basename(str(site))}" if site else ""
 
 
-def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]:
-    messages = [event for event in tables.events_of("exit-message") if key_of(event) in (*life.mains, life.command)]
+def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
+    events = life.tables.events_of("exit-message")
+    messages = [event for event in events if key_of(event) in (*life.mains, life.command)]
     exit_fact = fact("exit_status", code, "of the command")
     if code == 1 and messages and (caller := key_of(messages[-1])) is not None:
         message = message_line(messages[-1])
         finding = catalogue.EXIT_WITH_MESSAGE.finding(
             locus=life.locus(caller),
-            since_step=last_step(tables, caller),
+            since_step=last_step(life.tables, caller),
             evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
             what=sentence(life.name(caller)),
             site=_at(messages[-1]),
@@ -194,7 +195,7 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
     return [
         _EXITS.get(signal, catalogue.FAILED_EXIT).finding(
             locus=Locus(host=key[0], role="main", pid=key[1]),
-            since_step=last_step(tables, key),
+            since_step=last_step(life.tables, key),
             evidence=evidence,
             status=code,
             signal=signal_name(signal),
@@ -237,7 +238,7 @@ def _restart(life: Lifecycle, attempt: int, ranks: list[ProcessKey]) -> Finding:
     steps = max((step + 1 for key in ranks if (step := last_step(life.tables, key)) is not None), default=0)
     locus = Locus(host=ranks[0][0], role="main")
     if first is not None:
-        locus = Locus(host=first[0], rank=rank_of(life.tables, first), role="main", pid=first[1])
+        locus = life.locus(first)
     silent = [key for key in ranks if key not in life.recorded_exits and key not in life.exceptions]
     evidence = [
         fact("attempts_count", life.attempts, "run"),

@@ -17,6 +17,7 @@ from collector.diagnosis.deaths.stuck_process import (
     COLLECTIVE,
     STUCK_WAITS,
     Process,
+    Series,
     helpers_compute,
     last_series,
     processes_of,
@@ -38,6 +39,8 @@ from collector.units import duration
 _LONG_PATIENCE = 4.0
 #: Confidence in a rank that dumps of the Flight Recorder name, and in a process of which they tell otherwise.
 _RECORDED_CONFIDENCE, _DOUBTED_CONFIDENCE = 0.98, 0.5
+#: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
+_Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
 
 def find_hangs(tables: RunTables) -> list[Finding]:
@@ -54,10 +57,10 @@ def find_hangs(tables: RunTables) -> list[Finding]:
         silent = {
             key: entry
             for entry in series[-1]["silent"]
-            if (key := key_of({**entry, "host": host})) and not _went_on(tables, life, key, series[-1]["time_ns"])
+            if (key := key_of({**entry, "host": host})) and not _went_on(life, key, series[-1]["time_ns"])
         }
         if silent:
-            of_host = _of_host(tables, life, series, silent)
+            of_host = _of_host(life, series, silent)
             longest_seconds = max(entry["silent_seconds"] for entry in silent.values())
             standstill = recorded_standstill(tables, series[-1]["time_ns"] - longest_seconds * SECOND_NS)
             if standstill is None:
@@ -66,25 +69,20 @@ def find_hangs(tables: RunTables) -> list[Finding]:
                 compared = _compared(of_host, standstill)
                 found += compared
                 if standstill.missing and not compared:
-                    by_dumps.append(_of_rank(tables, life, standstill, silent, [one for _, one in of_host]))
+                    by_dumps.append(_of_rank(life, standstill, silent, [one for _, one in of_host]))
     if not found:
-        found = by_dumps[:1] or _timed_out(tables, life)
+        found = by_dumps[:1] or _timed_out(life)
     return found
 
 
-def _of_host(
-    tables: RunTables,
-    life: Lifecycle,
-    series: Sequence[Mapping[str, Any]],
-    silent: Mapping[ProcessKey, Mapping[str, Any]],
-) -> list[tuple[Process, Finding]]:
+def _of_host(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Process, Finding]]:
     """Return the processes that hold up silent training processes by their stacks, each with its finding."""
-    processes = processes_of(tables, life, series)
+    processes = processes_of(life, series)
     found: dict[ProcessKey, tuple[Process, Finding]] = {}
     for main in silent:
-        culprit = _culprit(tables, processes, main, [key for key in silent if key != main])
+        culprit = _culprit(life, processes, main, [key for key in silent if key != main])
         if culprit is not None and culprit.key not in found:
-            finding = _finding(tables, life, culprit, main, silent[main], series, len(silent) - 1)
+            finding = _finding(life, culprit, main, silent, series)
             found[culprit.key] = culprit, finding
     return [*found.values()]
 
@@ -129,45 +127,37 @@ def _waits_in(process: Process, standstill: Standstill) -> bool:
     return process.is_in_collective or process.is_busy or is_at_its_line
 
 
-def _of_rank(
-    tables: RunTables,
-    life: Lifecycle,
-    standstill: Standstill,
-    silent: Mapping[ProcessKey, Mapping[str, Any]],
-    waiting: Sequence[Finding],
-) -> Finding:
+def _of_rank(life: Lifecycle, standstill: Standstill, silent: _Silent, waiting: Sequence[Finding]) -> Finding:
     """Return the finding on a rank that others wait for; its severity is that of their own findings."""
     main, silence = max(silent.items(), key=lambda item: item[1]["silent_seconds"])
     seconds = silence["silent_seconds"]
     is_plain = seconds >= _LONG_PATIENCE * silence["budget_seconds"]
     severities = [finding.severity for finding in waiting] or ["critical" if is_plain else "info"]
     return _missing_rank(
-        tables,
         life,
         standstill,
         fact("silent_seconds", round(seconds, 1), "since the last step or batch of a waiting rank"),
         severity=min(severities, key=SEVERITIES.index),
-        since_step=last_step(tables, main),
+        since_step=last_step(life.tables, main),
         since=f"no step or batch for {duration(seconds)}",
     )
 
 
-def _timed_out(tables: RunTables, life: Lifecycle) -> list[Finding]:
+def _timed_out(life: Lifecycle) -> list[Finding]:
     """Find the rank for which a collective waited in vain until its timeout ended the training."""
     if life.status() not in ("failed", "killed"):
         return []
-    times = [times[-1] for name in ITERATIONS if len(times := floats(tables.stream(name), "time_ns"))]
-    standstill = recorded_standstill(tables, max(times, default=0.0))
+    times = [times[-1] for name in ITERATIONS if len(times := floats(life.tables.stream(name), "time_ns"))]
+    standstill = recorded_standstill(life.tables, max(times, default=0.0))
     if standstill is None or not standstill.missing:
         return []
     expired = [one for one in standstill.entered.values() if one.has_timed_out]
     if not expired:
         return []
     timeout_seconds = expired[0].timeout_seconds or 0.0
-    steps = [step for key in life.mains if (step := last_step(tables, key)) is not None]
+    steps = [step for key in life.mains if (step := last_step(life.tables, key)) is not None]
     return [
         _missing_rank(
-            tables,
             life,
             standstill,
             fact("timeout_seconds", timeout_seconds, "timeout of the collective"),
@@ -179,7 +169,6 @@ def _timed_out(tables: RunTables, life: Lifecycle) -> list[Finding]:
 
 
 def _missing_rank(
-    tables: RunTables,
     life: Lifecycle,
     standstill: Standstill,
     measured: Evidence,
@@ -189,7 +178,7 @@ def _missing_rank(
     since: str,
 ) -> Finding:
     rank, last = next(iter(standstill.missing.items()))
-    key = next((key for key in life.mains if rank_of(tables, key) == rank), None)
+    key = next((key for key in life.mains if rank_of(life.tables, key) == rank), None)
     return catalogue.HANG_OF_RANK.finding(
         locus=Locus(rank=rank, role="main") if key is None else life.locus(key),
         since_step=since_step,
@@ -218,17 +207,17 @@ def _recorder_evidence(standstill: Standstill) -> list[Evidence]:
     return [fact(name, value, window, n=len(ranks)) for name, value in values.items() if value]
 
 
-def _went_on(tables: RunTables, life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:
+def _went_on(life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:
     """Return whether a process made progress after that time, ended as it should, or stopped recording."""
-    if tables.events_of("hook-disabled", by=key):
+    if life.tables.events_of("hook-disabled", by=key):
         return True
-    if any((floats(written(tables, name, key), "time_ns") > time_ns).any() for name in ITERATIONS):
+    if any((floats(written(life.tables, name, key), "time_ns") > time_ns).any() for name in ITERATIONS):
         return True
     return key in life.recorded_exits and key not in life.exceptions and not life.exit_status
 
 
 def _culprit(
-    tables: RunTables, processes: Mapping[ProcessKey, Process], main: ProcessKey, others: Sequence[ProcessKey]
+    life: Lifecycle, processes: Mapping[ProcessKey, Process], main: ProcessKey, others: Sequence[ProcessKey]
 ) -> Process | None:
     """Follow the waits from a silent training process to the process that all wait for; None if unknown."""
     process = processes.get(main)
@@ -236,28 +225,21 @@ def _culprit(
         return None
     if others and process.is_in_collective:
         late = [processes[key] for key in others if key in processes and not processes[key].is_in_collective]
-        return _culprit(tables, processes, late[0].key, ()) if late else process
+        return _culprit(life, processes, late[0].key, ()) if late else process
     if process.activity != WAITS_FOR_BATCH or process.is_suspended:
         return process
-    slots = worker_slots(tables)
+    slots = worker_slots(life.tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     return who_holds_up(workers)
 
 
-def _finding(
-    tables: RunTables,
-    life: Lifecycle,
-    culprit: Process,
-    main: ProcessKey,
-    silence: Mapping[str, Any],
-    series: Sequence[Mapping[str, Any]],
-    others_count: int,
-) -> Finding:
+def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silent, series: Series) -> Finding:
+    silence, others_count = silent[main], len(silent) - 1
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
     is_slow = culprit.has_moved_data(budget_seconds)
-    is_plain = not is_slow and _is_plain(tables, culprit, waits, seconds / budget_seconds, series, others_count)
+    is_plain = not is_slow and _is_plain(life, culprit, waits, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -265,7 +247,7 @@ def _finding(
     death = catalogue.HANG_OF_WORKER if is_worker else catalogue.HANG
     found = death.finding(
         locus=culprit.locus,
-        since_step=last_step(tables, main),
+        since_step=last_step(life.tables, main),
         evidence=(*evidence, *culprit.evidence(len(series), waits)),
         severity=severity,
         confidence=0.95 if culprit.is_stuck and len(series) > 1 else 0.7,
@@ -282,12 +264,7 @@ def _finding(
 
 
 def _is_plain(
-    tables: RunTables,
-    culprit: Process,
-    waits: str | None,
-    budgets: float,
-    series: Sequence[Mapping[str, Any]],
-    others_count: int,
+    life: Lifecycle, culprit: Process, waits: str | None, budgets: float, series: Series, others_count: int
 ) -> bool:
     """Return whether a silence of `budgets` times the budget is a hang, not merely a long phase."""
     is_worker = culprit.locus.role == "worker"
@@ -296,12 +273,12 @@ def _is_plain(
     is_at_work = culprit.is_busy or helpers_compute(series)
     if culprit.is_stuck and not is_at_work and (waits or "").startswith(STUCK_WAITS):
         return True
-    if not is_worker and not others_count and not _has_batches_left(tables, culprit.key, series):
+    if not is_worker and not others_count and not _has_batches_left(life.tables, culprit.key, series):
         return False
     return budgets >= _LONG_PATIENCE and (is_worker or culprit.is_stuck)
 
 
-def _has_batches_left(tables: RunTables, key: ProcessKey, series: Sequence[Mapping[str, Any]]) -> bool:
+def _has_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:
     """Return whether a training process is in an epoch whose last batch it has not had.
 
     A loop that is left early ends its workers, so without them the epoch is over.
@@ -319,7 +296,7 @@ def _has_batches_left(tables: RunTables, key: ProcessKey, series: Sequence[Mappi
     return True
 
 
-def _has_workers(tables: RunTables, key: ProcessKey, series: Sequence[Mapping[str, Any]]) -> bool:
+def _has_workers(tables: RunTables, key: ProcessKey, series: Series) -> bool:
     slots = worker_slots(tables)
     alive = [(key[0], process["pid"]) for process in series[-1]["processes"]]
     return any(slots[address][0] == key for address in alive if address in slots)

@@ -8,7 +8,7 @@ entered its collective, or for a lock in the middle of an epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from collector.diagnosis.deaths.stuck_process import (
     COLLECTIVE,
     STUCK_WAITS,
     Process,
+    Series,
     last_series,
     processes_of,
     who_holds_up,
@@ -57,8 +58,8 @@ def find_idle_hangs(tables: RunTables) -> list[Finding]:
     findings = []
     for host in sorted({str(event["host"]) for event in events}):
         series = last_series([event for event in events if event["host"] == host])
-        if not _went_on(tables, life, host, series[-1]["time_ns"]):
-            processes = processes_of(tables, life, series)
+        if not _went_on(life, host, series[-1]["time_ns"]):
+            processes = processes_of(life, series)
             found = [_finding(life, hang, series) for hang in _hangs(life, processes)]
             began_ns = series[-1]["time_ns"] - series[-1]["idle_seconds"] * SECOND_NS
             standstill = recorded_standstill(tables, began_ns)
@@ -66,11 +67,11 @@ def find_idle_hangs(tables: RunTables) -> list[Finding]:
     return findings
 
 
-def _went_on(tables: RunTables, life: Lifecycle, host: str, time_ns: int) -> bool:
+def _went_on(life: Lifecycle, host: str, time_ns: int) -> bool:
     """Return whether the run ended well, or its processes have computed since."""
     if life.exit_status == 0:
         return True
-    for _, samples in by_process(sampled_on(tables, host)):
+    for _, samples in by_process(sampled_on(life.tables, host)):
         times, cpu = floats(samples, "time_ns"), floats(samples, "cpu_ns")
         is_later = times >= time_ns
         used_ns, elapsed_ns = np.diff(cpu[is_later]), np.diff(times[is_later])
@@ -131,7 +132,7 @@ def _at_locks(workers: Sequence[Process], others: Sequence[Process]) -> list[_Ha
     ]
 
 
-def _finding(life: Lifecycle, hang: _Hang, series: Sequence[Mapping[str, Any]]) -> Finding:
+def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
     culprit, waits = hang.culprit, hang.waits
     seconds = series[-1]["idle_seconds"]
     is_slow = culprit.has_moved_data(_QUIET_SECONDS)

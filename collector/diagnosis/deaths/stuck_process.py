@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import key_of
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Locus, fact
 from collector.stacks import (
     AT_LOCK,
@@ -26,6 +25,8 @@ from collector.stacks import (
 )
 from collector.store import ProcessKey
 
+#: Dumps of the stacks of one host that follow each other (`stacks` events), the newest last.
+Series: TypeAlias = Sequence[Mapping[str, Any]]
 #: Dumps of one series follow each other within this time.
 _SERIES_SECONDS = 30.0
 #: A process that takes this share of a core is computing, not blocked.
@@ -162,15 +163,13 @@ class Process:
         return (self.locus.role == "worker" or waits_for_data) and self.moved_seconds_ago < within_seconds
 
 
-def last_series(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def last_series(events: Series) -> Series:
     """Return the last three `stacks` events of a host, or fewer, if these are of one series."""
     last = events[-1]
     return [event for event in events if last["time_ns"] - event["time_ns"] <= _SERIES_SECONDS * 1e9][-3:]
 
 
-def processes_of(
-    tables: RunTables, life: Lifecycle, series: Sequence[Mapping[str, Any]]
-) -> dict[ProcessKey, Process]:
+def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:
     """Return the processes of a series, with their places in the run."""
     host = str(series[-1]["host"])
     dumps: dict[ProcessKey, list[Mapping[str, Any]]] = {}
@@ -178,16 +177,18 @@ def processes_of(
         for entry in event["processes"]:
             if key := key_of({**entry, "host": host}):
                 dumps.setdefault(key, []).append({**entry, "time_ns": event["time_ns"]})
-    slots = worker_slots(tables)
+    slots = worker_slots(life.tables)
     found = {}
     for key, entries in dumps.items():
         # A dump can fail while the interpreter changes what is read.
         readable = [entry for entry in entries if entry["threads"]] or entries[-1:]
         entry, before = readable[-1], readable[:-1]
-        where = Locus(host=host, rank=rank_of(tables, key), role="main", pid=key[1])
+        where = Locus(host=host, rank=rank_of(life.tables, key), role="main", pid=key[1])
         threads = tuple(from_fields(thread, where) for thread in entry["threads"])
         if slot := slots.get(key[:2]):
-            where = replace(where, rank=rank_of(tables, slot[0]), role="worker", loader=slot[1], worker=slot[2])
+            where = replace(
+                where, rank=rank_of(life.tables, slot[0]), role="worker", loader=slot[1], worker=slot[2]
+            )
         elif any(
             stack.thread == MAIN_THREAD and stack.activity in (MAKES_BATCH, WAITS_FOR_INDEX) for stack in threads
         ):
@@ -228,7 +229,7 @@ def _busy_ratio(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | No
     return float((last["cpu_seconds"] - first["cpu_seconds"]) / wall_seconds)
 
 
-def helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:
+def helpers_compute(series: Series) -> bool:
     """Return whether other processes of the run compute, such as a program that the training waits for.
 
     On a crowded machine such a process may get little of a core, but it is runnable whenever it is looked at.

@@ -39,8 +39,9 @@ class Victim:
     evidence: tuple[Evidence, ...]
 
 
-def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Victim:
+def worker_victim(life: Lifecycle, worker: DeadWorker) -> Victim:
     """Return a worker that died, with the records of its training process and of the collector."""
+    tables = life.tables
     exits = 0 if worker.key is None else len(tables.events_of("worker-exit", by=worker.key))
     evidence = [fact("worker_farewell_count", exits, "worker-exit events")]
     if worker.exit_code is not None:
@@ -73,17 +74,17 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
     )
 
 
-def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int | None) -> Victim:
+def main_victim(life: Lifecycle, key: ProcessKey, signal: int | None) -> Victim:
     """Return a training process (or the command) that was ended by a signal, None if that is unknown."""
-    evidence = [fact("farewell_count", len(tables.events_of("process-exit", by=key)), "process-exit events")]
+    evidence = [fact("farewell_count", len(life.tables.events_of("process-exit", by=key)), "process-exit events")]
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
     if key in life.exceptions:
         evidence.append(fact("exception", str(life.exceptions[key].get("type")), "uncaught"))
     if life.is_dead(key):
         evidence.append(fact("alive", 0, "at the time of reading", unit="bool"))
-    rank = rank_of(tables, key)
-    last_seen_ns, gone_ns = end_of(tables, key[0], key[1], key)
+    rank = rank_of(life.tables, key)
+    last_seen_ns, gone_ns = end_of(life.tables, key[0], key[1], key)
     return Victim(
         what=life.name(key) if rank is None else f"{life.name(key).removesuffix(')')}, rank {rank})",
         locus=Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1]),
@@ -92,9 +93,9 @@ def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int
         signal=signal,
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
-        since_step=last_step(tables, key),
+        since_step=last_step(life.tables, key),
         went_on=" The command went on, and ended with exit status 0." if life.exit_status == 0 else "",
-        evidence=(*evidence, *last_memory(tables, key)),
+        evidence=(*evidence, *last_memory(life.tables, key)),
     )
 
 

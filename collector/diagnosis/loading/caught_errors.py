@@ -30,12 +30,12 @@ def find_caught_errors(tables: RunTables) -> list[Finding]:
         if key := key_of(event):
             place = key, whole(event.get("loader")), str(event.get("type")), event.get("site")
             newest.setdefault(place, []).append(event)
-    counted = [(_caught_count(tables, life, key, events[-1]), key, events) for (key, *_), events in newest.items()]
+    counted = [(_caught_count(life, key, events[-1]), key, events) for (key, *_), events in newest.items()]
     counted.sort(key=lambda item: -item[0])
     return [_finding(tables, count, key, events) for count, key, events in counted[:_MOST_FINDINGS] if count > 0]
 
 
-def _caught_count(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> int:
+def _caught_count(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> int:
     """Return how many of these errors the training went on from.
 
     The last one ended a training that failed and got no batch after it. The script may have caught that one too, to
@@ -44,7 +44,7 @@ def _caught_count(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Ma
     count = whole(event.get("count")) or 0
     error_ns = float(event.get("error_time_ns") or event["time_ns"])
     has_failed = key in life.exceptions or (life.exit_status or 0) > 0
-    went_on = bool((floats(written(tables, "batch", key), "time_ns") > error_ns).any())
+    went_on = bool((floats(written(life.tables, "batch", key), "time_ns") > error_ns).any())
     return count - 1 if has_failed and not went_on else count
 
 
