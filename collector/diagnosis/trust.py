@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders, replaced_loaders
+from collector.diagnosis.loading.loaders import recreated_loaders, replaced_loaders
 from collector.diagnosis.run.allocators import devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, seen_key
@@ -118,9 +118,8 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
 
 def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
     """Return (process, loader) -> `epoch-start` event of the newest epoch with workers, with the last setting."""
-    settings = loader_settings(tables)
     life, replaced = lifecycle_of(tables), replaced_loaders(tables)
-    one_loop = {main: recreated_loaders(tables, settings, main) for main in life.mains}
+    one_loop = {main: recreated_loaders(tables, main) for main in life.mains}
     newest: dict[tuple[ProcessKey, int], Mapping[str, Any]] = {}
     for event in tables.events_of("epoch-start"):
         main, loader = key_of(event), whole(event.get("loader"))

@@ -74,7 +74,7 @@ def _loops(tables: RunTables) -> list[Loop]:
     settings = loader_settings(tables)
     found_loops = []
     for key, rows in by_process(batch, WRITER):
-        last_loader = recreated_loaders(tables, settings, key)
+        last_loader = recreated_loaders(tables, key)
         batches = _join_loaders(rows, last_loader)
         fetches = _join_loaders(fetch[(fetch["owner_pid"] == key[1]) & (fetch["host"] == key[0])], last_loader)
         for loader in sorted(int(number) for number in np.unique(floats(batches, "loader"))):
@@ -122,14 +122,13 @@ def _replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     return replaced
 
 
-def recreated_loaders(
-    tables: RunTables, settings: Mapping[LoaderKey, Mapping[str, Any]], key: ProcessKey
-) -> dict[int, int]:
+def recreated_loaders(tables: RunTables, key: ProcessKey) -> dict[int, int]:
     """Map each re-created loader to the last of its chain, for scripts that make a DataLoader in each epoch.
 
     A chain has loaders with equal settings (sampler and length of the dataset too), each of which is made after
     the last batch of the one before. Loaders that are in use by turns stay separate.
     """
+    settings = loader_settings(tables)
     if sum(main == key for main, _ in settings) < _LEAST_LOADERS_OF_ONE_LINE:
         return {}
     last_used = _last_used(written(tables, "batch", key))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop, loader_settings, loops, recreated_loaders, worker_slots
+from collector.diagnosis.loading.loaders import Loop, loops, recreated_loaders, worker_slots
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, window_text, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -219,7 +219,7 @@ def _choice(finding: Finding, tables: RunTables, main: ProcessKey) -> Callable[[
         return lambda series: _within(series, begins, ends)
     if finding.value_of("training_run_queue_ratio") is not None:  # the run's own processes compete for the cores
         return _at_work
-    last_loader = recreated_loaders(tables, loader_settings(tables), main)
+    last_loader = recreated_loaders(tables, main)
     of_loader = {
         pid: worker
         for (host, pid), (owner, loader, worker) in worker_slots(tables).items()

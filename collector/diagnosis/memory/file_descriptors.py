@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders
+from collector.diagnosis.loading.loaders import recreated_loaders
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import (
     FULL_RATIO,
@@ -189,7 +189,7 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
 
     The workers are those of a host, or of one of its training processes.
     """
-    settings, replaced = loader_settings(tables), dict[int, float]()
+    replaced: dict[int, float] = {}
     newest: dict[tuple[ProcessKey, int], list[int]] = {}
     one_loop: dict[ProcessKey, dict[int, int]] = {}
     for event in tables.events_of("epoch-start"):
@@ -197,7 +197,7 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
         if key is None or loader is None or key[0] != host or main not in (None, key):
             continue
         if key not in one_loop:
-            one_loop[key] = recreated_loaders(tables, settings, key)
+            one_loop[key] = recreated_loaders(tables, key)
         place = key, one_loop[key].get(loader, loader)
         pids = [pid for pid in map(whole, event.get("worker_pids") or ()) if pid is not None]
         replaced |= {pid: float(event["time_ns"]) for pid in newest.get(place, ()) if pid not in pids}
