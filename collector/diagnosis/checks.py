@@ -43,10 +43,6 @@ def _end(tables: RunTables) -> str:
     return "" if status == "finished" else "its records do not show why"
 
 
-def _none(_: RunTables) -> str:
-    return ""
-
-
 def _too_few(count: int, needed: int, what: str) -> str:
     return "" if count >= needed else f"{count} of the {needed} {what} needed"
 
@@ -82,10 +78,6 @@ def _loading(tables: RunTables) -> str:
     return _too_few(max(len(loop.batches) for loop in found), MIN_BATCHES, "batches")
 
 
-def _pauses(tables: RunTables) -> str:
-    return _too_few(len(tables.stream("step")), LEAST_STEPS, "steps")
-
-
 def _ranks(tables: RunTables) -> str:
     return "" if len(lifecycle_of(tables).mains) > 1 else "one training process"
 
@@ -105,7 +97,11 @@ _CHECKS: tuple[tuple[str, str, Callable[[RunTables], str]], ...] = (
         "worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
         _loading,
     ),
-    ("pauses of the training", "main-thread-pause", _pauses),
+    (
+        "pauses of the training",
+        "main-thread-pause",
+        lambda tables: _too_few(len(tables.stream("step")), LEAST_STEPS, "steps"),
+    ),
     ("ranks", "rank-straggler", _ranks),
-    ("records", "workers-not-reporting samples-lost", _none),
+    ("records", "workers-not-reporting samples-lost", lambda _: ""),
 )

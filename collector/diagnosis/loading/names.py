@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from collector.diagnosis.loading.loaders import loader_settings, replaced_loaders
+from collector.diagnosis.loading.loaders import LoaderKey, loader_settings, replaced_loaders
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus
@@ -16,40 +16,26 @@ from collector.store import ProcessKey
 
 def add_loader_name(finding: Finding, tables: RunTables) -> Finding:
     """Return the finding with the name of its loader, where one loader fits its locus."""
-    where = finding.locus
+    where, settings = finding.locus, loader_settings(tables)
     if where.loader is None:
         return finding
-    names = {
-        loader_name(setting)
-        for (main, loader), setting in loader_settings(tables).items()
-        if loader == where.loader and main is not None and _fits(where, main, setting)
-    }
+    names = {loader_name(settings[place]) for place in _fitting(where, tables)}
     name = names.pop() if len(names) == 1 else None
     return dataclasses.replace(finding, locus=dataclasses.replace(where, loader_name=name)) if name else finding
 
 
 def without_replaced_settings(findings: list[Finding], tables: RunTables) -> list[Finding]:
     """Leave out findings on a DataLoader's earlier setting that are there for its last setting too."""
-    replaced, settings = replaced_loaders(tables), loader_settings(tables)
+    replaced = replaced_loaders(tables)
     if not replaced:
         return findings
-    last = {
-        (finding.kind, main, loader)
-        for finding in findings
-        for (main, loader), setting in settings.items()
-        if main is not None and loader == finding.locus.loader and _fits(finding.locus, main, setting)
-    }
-
-    def is_repeated(finding: Finding) -> bool:
-        return any(
-            (finding.kind, main, newest) in last
-            for (main, loader), newest in replaced.items()
-            if main is not None
-            and loader == finding.locus.loader
-            and _fits(finding.locus, main, settings[main, loader])
-        )
-
-    return [finding for finding in findings if not is_repeated(finding)]
+    places = [list(_fitting(finding.locus, tables)) for finding in findings]
+    last = {(finding.kind, *place) for finding, fitting in zip(findings, places, strict=True) for place in fitting}
+    return [
+        finding
+        for finding, fitting in zip(findings, places, strict=True)
+        if not any((finding.kind, place[0], replaced[place]) in last for place in fitting if place in replaced)
+    ]
 
 
 def loader_name(setting: Mapping[str, Any]) -> str:
@@ -70,7 +56,11 @@ def pid_if_shared(tables: RunTables, main: ProcessKey, rank: int | None) -> int 
     return main[1] if rank is None and sum(host == main[0] for host, _, _ in mains) > 1 else None
 
 
-def _fits(where: Locus, main: ProcessKey, setting: Mapping[str, Any]) -> bool:
+def _fitting(where: Locus, tables: RunTables) -> Iterator[LoaderKey]:
+    """Yield the loaders that a finding may be about."""
     main_pid = where.pid if where.main_pid is None and where.role != "worker" else where.main_pid
-    of_process = main_pid in (None, main[1])
-    return where.host in (None, main[0]) and of_process and where.rank == setting.get("rank")
+    for (main, loader), setting in loader_settings(tables).items():
+        if main is None or loader != where.loader or where.rank != setting.get("rank"):
+            continue
+        if where.host in (None, main[0]) and main_pid in (None, main[1]):
+            yield main, loader
