@@ -1,14 +1,37 @@
 """Judge a run: from its tables to a verdict with findings. All functions are pure, except loading the tables."""
 
-from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
-from collector.diagnosis.ending import ExitRecord
-from collector.diagnosis.memory.allocation_sites import rank_sites
-from collector.diagnosis.memory.leak import negligible_bytes
-from collector.diagnosis.run.device_account import DEVICE_PARTS, UNATTRIBUTED, accounts
-from collector.diagnosis.run.tables import ROWS_PER_STREAM, RunTables, load_tables
+from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
+from collector.diagnosis.ending import Ending, ExitRecord
+from collector.diagnosis.memory import negligible_bytes, rank_sites
+from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accounts, load_tables
+from collector.diagnosis.run.tables import ROWS_PER_STREAM
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
-from collector.diagnosis.statistics.growth import MIN_POINTS
+from collector.diagnosis.statistics import MIN_POINTS
 from collector.diagnosis.summary import Machine, machine_of, memory_curve
-from collector.diagnosis.throughput import throughput_ratio
+from collector.diagnosis.throughput import ThroughputRatio, throughput_ratio
 from collector.diagnosis.verdict import Verdict, diagnose
 from collector.findings import Check
+
+__all__ = [
+    "DEVICE_PARTS",
+    "LAST_MINUTE_SECONDS",
+    "LEAST_LOST_RATIO",
+    "MIN_POINTS",
+    "ROWS_PER_STREAM",
+    "UNATTRIBUTED",
+    "Check",
+    "Ending",
+    "ExitRecord",
+    "Machine",
+    "RunTables",
+    "ThroughputRatio",
+    "Verdict",
+    "accounts",
+    "diagnose",
+    "load_tables",
+    "machine_of",
+    "memory_curve",
+    "negligible_bytes",
+    "rank_sites",
+    "throughput_ratio",
+]

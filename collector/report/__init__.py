@@ -9,78 +9,127 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collector.report.command_identity import Command
+    from collector.report.command_identity import Command as Command
     from collector.report.comparison import (
-        Measure,
-        baseline_words,
-        change_ratio,
-        differences,
-        measures,
-        settings,
-        words,
+        Measure as Measure,
+        baseline_words as baseline_words,
+        change_ratio as change_ratio,
+        differences as differences,
+        measures as measures,
+        settings as settings,
+        words as words,
     )
     from collector.report.history import (
-        TRENDS,
-        FindingHistory,
-        History,
-        LevelChange,
-        Trend,
-        change_sentences,
-        commands_of,
-        commit_words,
-        finding_histories,
-        history_of,
-        level_changes,
-        place_words,
-        trend_points,
-        trend_unit,
+        TRENDS as TRENDS,
+        FindingHistory as FindingHistory,
+        History as History,
+        LevelChange as LevelChange,
+        Trend as Trend,
+        change_sentences as change_sentences,
+        commands_of as commands_of,
+        commit_words as commit_words,
+        finding_histories as finding_histories,
+        history_of as history_of,
+        level_changes as level_changes,
+        place_words as place_words,
+        trend_points as trend_points,
+        trend_unit as trend_unit,
     )
-    from collector.report.html.finding_box import finding_box, inline
-    from collector.report.known import change_known, home_of, known_files, with_known
-    from collector.report.listing import ListEntry, list_entry
-    from collector.report.signpost import page_of
-    from collector.report.stack_listing import frame_text, heading
+    from collector.report.html.finding_box import finding_box as finding_box, inline as inline
+    from collector.report.known import (
+        change_known as change_known,
+        home_of as home_of,
+        known_files as known_files,
+        known_findings as known_findings,
+        with_known as with_known,
+    )
+    from collector.report.labels import label as label
+    from collector.report.listing import ListEntry as ListEntry, list_entry as list_entry
+    from collector.report.signpost import page_of as page_of
+    from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
-        ago,
-        check_words,
-        context,
-        decisive,
-        earlier_workers,
-        eta,
-        evidence_rows,
-        exit_record,
-        exit_words,
-        finding_heading,
-        line_words,
-        part,
-        samples,
-        scope_words,
-        since,
-        site_words,
-        stall,
-        subject,
-        title,
-        unexplained_end,
+        ago as ago,
+        bytes_growth as bytes_growth,
+        check_words as check_words,
+        context as context,
+        count_growth as count_growth,
+        decisive as decisive,
+        earlier_workers as earlier_workers,
+        eta as eta,
+        evidence_rows as evidence_rows,
+        exit_record as exit_record,
+        exit_words as exit_words,
+        finding_heading as finding_heading,
+        line_words as line_words,
+        locus as locus,
+        part as part,
+        samples as samples,
+        scope_words as scope_words,
+        since as since,
+        site_words as site_words,
+        stake as stake,
+        stall as stall,
+        subject as subject,
+        title as title,
+        unexplained_end as unexplained_end,
     )
 
-_NAMES = {
-    "command_identity": "Command",
-    "comparison": "Measure baseline_words change_ratio differences measures settings words",
-    "history": "TRENDS FindingHistory History LevelChange Trend change_sentences commands_of commit_words "
-    "finding_histories history_of level_changes place_words trend_points trend_unit",
-    "html.finding_box": "finding_box inline",
-    "known": "change_known home_of known_files with_known",
-    "listing": "ListEntry list_entry",
-    "signpost": "page_of",
-    "stack_listing": "frame_text heading",
-    "wording": "ago check_words context decisive earlier_workers eta evidence_rows exit_record exit_words "
-    "finding_heading line_words part samples scope_words since site_words stall subject title "
-    "unexplained_end",
+_MODULES = {
+    "command_identity": ("Command",),
+    "comparison": ("Measure", "baseline_words", "change_ratio", "differences", "measures", "settings", "words"),
+    "history": (
+        "FindingHistory",
+        "History",
+        "LevelChange",
+        "TRENDS",
+        "Trend",
+        "change_sentences",
+        "commands_of",
+        "commit_words",
+        "finding_histories",
+        "history_of",
+        "level_changes",
+        "place_words",
+        "trend_points",
+        "trend_unit",
+    ),
+    "html.finding_box": ("finding_box", "inline"),
+    "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
+    "listing": ("ListEntry", "list_entry"),
+    "labels": ("label",),
+    "signpost": ("page_of",),
+    "stack_listing": ("frame_text", "heading"),
+    "wording": (
+        "ago",
+        "bytes_growth",
+        "check_words",
+        "context",
+        "count_growth",
+        "decisive",
+        "earlier_workers",
+        "eta",
+        "exit_record",
+        "exit_words",
+        "locus",
+        "part",
+        "samples",
+        "since",
+        "stake",
+        "stall",
+        "subject",
+        "title",
+        "unexplained_end",
+        "evidence_rows",
+        "finding_heading",
+        "line_words",
+        "scope_words",
+        "site_words",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _NAMES.items() if name in names.split()), None)
+    module = next((module for module, names in _MODULES.items() if name in names), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

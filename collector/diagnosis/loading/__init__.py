@@ -11,3 +11,22 @@ from collector.diagnosis.loading.wait_breakdown import (
 )
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, SourceFrame, stage_of
 from collector.diagnosis.loading.worker_lanes import Lanes, lanes, waits_by_position
+
+__all__ = [
+    "BATCHES",
+    "WAIT_PARTS",
+    "AwaitedTime",
+    "Lanes",
+    "Loop",
+    "SourceFrame",
+    "WaitBreakdown",
+    "break_down_waits",
+    "cost_per_stage",
+    "lanes",
+    "longest_waiting_rank",
+    "loops",
+    "recent_loading",
+    "recent_loops",
+    "stage_of",
+    "waits_by_position",
+]

@@ -14,3 +14,29 @@ from collector.diagnosis.tuning.replay import Setting
 from collector.diagnosis.tuning.search import Candidate, Outcome, Plan, nearby_settings, plan_trials
 from collector.diagnosis.tuning.stage_speedup import HEALTHY_WAIT_RATIO, WaitSummary, summarize_waits
 from collector.diagnosis.tuning.what_if import Forecast, Option, forecast, option_text
+
+__all__ = [
+    "HEALTHY_WAIT_RATIO",
+    "BatchSizeRun",
+    "Calibration",
+    "Candidate",
+    "Forecast",
+    "Option",
+    "Outcome",
+    "Plan",
+    "Setting",
+    "WaitSummary",
+    "batch_size_run",
+    "calibrate",
+    "forecast",
+    "held_memory",
+    "line_through",
+    "micro_batch",
+    "nearby_settings",
+    "next_size",
+    "option_text",
+    "plan_trials",
+    "setting_of",
+    "settings_json",
+    "summarize_waits",
+]
