@@ -50,7 +50,8 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     roles = [ROLES[int(role)] for role in floats(rows, "role")]
     rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)
     rows = rows[seconds >= -LAST_MINUTE_SECONDS][[*PROCESS, *_PLACE, "time_ns", "seconds", *_MEMORY]]
-    return rows.rename(columns=_NAMES).reset_index(drop=True)
+    samples: pd.DataFrame = rows.rename(columns=_NAMES).reset_index(drop=True)
+    return samples
 
 
 def last_states(tables: RunTables) -> pd.DataFrame:

@@ -91,7 +91,8 @@ def steady_fetches(loop: Loop) -> pd.DataFrame:
 
 def fetch_ns(fetches: pd.DataFrame) -> Floats:
     """Return the time of each fetch in ns, collating included."""
-    return floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
+    durations: Floats = floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
+    return durations
 
 
 def pace(loop: Loop) -> Pace | None:

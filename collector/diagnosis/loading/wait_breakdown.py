@@ -164,7 +164,8 @@ def _stage_times(made: pd.DataFrame, stages: pd.DataFrame) -> pd.DataFrame:
     called = called[[*keys, "stage", "duration_ns"]].astype({"duration_ns": float, "pid": float, "time_ns": float})
     wide = called.pivot_table(index=keys, columns="stage", values="duration_ns", aggfunc="sum")
     place = pd.MultiIndex.from_frame(made[keys].astype({"pid": float, "time_ns": float}))
-    return wide.reindex(place).fillna(0.0).reset_index(drop=True).rename_axis(columns=None)
+    times: pd.DataFrame = wide.reindex(place).fillna(0.0).reset_index(drop=True).rename_axis(columns=None)
+    return times
 
 
 def _waits(loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:
@@ -226,7 +227,8 @@ def _spent(fetches: pd.DataFrame, in_stages: pd.DataFrame, row: np.ndarray, unti
     dataset = np.clip(until - begun, 0.0, collating - begun) / np.maximum(collating - begun, 1.0)
     collate = np.clip(until - collating, 0.0, made - collating) / np.maximum(made - collating, 1.0)
     part = np.where(in_stages.columns == COLLATE, collate[:, np.newaxis], dataset[:, np.newaxis])
-    return earlier + whole[row] * part
+    spent: Floats = earlier + whole[row] * part
+    return spent
 
 
 def cost_per_stage(tables: RunTables, loop: Loop) -> pd.DataFrame:
@@ -278,7 +280,8 @@ def _among(rows: pd.DataFrame, others: pd.DataFrame, columns: tuple[str, ...]) -
     keys, other_keys = (
         pd.MultiIndex.from_arrays([floats(table, name) for name in columns]) for table in (rows, others)
     )
-    return keys.isin(other_keys)
+    is_among: npt.NDArray[np.bool_] = keys.isin(other_keys)
+    return is_among
 
 
 def _stage_sums(stage: pd.DataFrame) -> pd.DataFrame:

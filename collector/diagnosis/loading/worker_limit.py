@@ -178,7 +178,8 @@ def _samples(tables: RunTables, loop: Loop, fetches: pd.DataFrame) -> pd.DataFra
     """Return the collector's samples of the processes that made these fetches."""
     process = tables.stream("process")
     pids = fetches["pid"].unique()
-    return process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
+    rows: pd.DataFrame = process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
+    return rows
 
 
 def _limit_by_cores(

@@ -141,7 +141,8 @@ def _released_bytes(samples: pd.DataFrame, times: Floats) -> Floats:
         return np.zeros(len(times))
     fall = np.maximum.accumulate(resident[begin] - resident[begin:])
     places = np.maximum(np.searchsorted(clock[begin:], times, side="right") - 1, 0)
-    return np.maximum(fall[places], 0.0)
+    released: Floats = np.maximum(fall[places], 0.0)
+    return released
 
 
 def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> _Copies | None:
@@ -199,7 +200,8 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
     without_copy = finite(np.maximum(0.0, taken - rises / _PAGE_BYTES) / batches)
     anyway = float(np.median(without_copy)) if len(without_copy) else 0.0
     copies = taken - batches * anyway + _NOISE_SPREADS * spread(counts) * np.sqrt(batches)
-    return np.cumsum(np.maximum(0.0, rises - _PAGE_BYTES * np.maximum(0.0, copies)))
+    without: Floats = np.cumsum(np.maximum(0.0, rises - _PAGE_BYTES * np.maximum(0.0, copies)))
+    return without
 
 
 def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> float:

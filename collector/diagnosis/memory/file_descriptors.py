@@ -163,7 +163,8 @@ def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np
     begins, ends = tables.once(("lives", host), lambda: _lives(tables, host))
     times = floats(process.rows, "time_ns")
     living = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="left")
-    return living == np.bincount(living).argmax()
+    usual: npt.NDArray[np.bool_] = living == np.bincount(living).argmax()
+    return usual
 
 
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
@@ -181,7 +182,8 @@ def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
 def _seen_alive(tables: RunTables, host: str) -> pd.DataFrame:
     rows = sampled_on(tables, host)
     rows = rows.assign(alive_ns=floats(rows, "time_ns") - (floats(rows, "alive") == 0))
-    return rows.groupby(PROCESS[1:])["alive_ns"].agg(["min", "max"])
+    lives: pd.DataFrame = rows.groupby(PROCESS[1:])["alive_ns"].agg(["min", "max"])
+    return lives
 
 
 def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -> dict[int, float]:

@@ -141,7 +141,7 @@ def _use_at_limit(memory: _Memory, trend: Growth, ranks: list[Allocator]) -> Flo
     demand, library, used = memory.demand, memory.library, memory.used
     if library is not None and used is not None and share_of(demand.times, library, trend) >= CONFIRMED:
         return used
-    return np.sum([demand.values, *(rank.peaks_above(demand.times) for rank in ranks)], axis=0)
+    return np.sum([demand.values, *(rank.peaks_above(demand.times) for rank in ranks)], axis=0)  # type: ignore[no-any-return]
 
 
 def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float) -> Finding | None:

@@ -451,4 +451,5 @@ def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
             pids[loader] = workers
         elif event["kind"] == "worker-exit":
             changes.append(event["time_ns"] / SECOND_NS)
-    return np.searchsorted(np.sort(np.array(changes)), times_seconds).astype(np.float64)
+    counts: Floats = np.searchsorted(np.sort(np.array(changes)), times_seconds).astype(np.float64)
+    return counts

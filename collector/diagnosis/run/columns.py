@@ -104,7 +104,8 @@ def held_bytes(samples: pd.DataFrame) -> Floats:
     if not len(read):
         return resident
     at = read[np.maximum(np.searchsorted(read, np.arange(len(samples)), side="right") - 1, 0)]
-    return np.maximum(proportional[at] + resident - resident[at], 0.0)
+    held: Floats = np.maximum(proportional[at] + resident - resident[at], 0.0)
+    return held
 
 
 def by_process(rows: pd.DataFrame, columns: list[str] = PROCESS) -> Iterator[tuple[ProcessKey, pd.DataFrame]]:
@@ -148,7 +149,8 @@ def between(rows: pd.DataFrame, begin_ns: float, end_ns: float) -> pd.DataFrame:
 def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
     """Return the samples of the run's processes on a host, without the collector itself."""
     process = tables.stream("process")
-    return process[(process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)]
+    rows: pd.DataFrame = process[(process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)]
+    return rows
 
 
 def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:

@@ -118,7 +118,8 @@ class RunTables:
         """Return a result that several rules need, computed when the first of them asks."""
         if key not in self._cache:
             self._cache[key] = compute()
-        return self._cache[key]
+        result: _Result = self._cache[key]
+        return result
 
     def stream(self, name: str) -> pd.DataFrame:
         """Return the table of one stream."""

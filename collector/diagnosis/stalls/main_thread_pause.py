@@ -121,4 +121,5 @@ def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -
     begins = np.sort(floats(batches[floats(batches, "index") == 0], "time_ns"))
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")
-    return np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
+    has_start: np.ndarray[Any, Any] = np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
+    return has_start

@@ -94,7 +94,8 @@ def _draw_walk_scales(x: Floats, y: Floats, slope: float, width: float, generato
     fit_correction = 1 - lag / len(x)  # the slope was fitted to the same data
     variance = float((deviations**2).mean()) / (lag * width) / fit_correction
     spans = len(x) / lag
-    return np.sqrt(variance * spans / generator.chisquare(spans, size=FUTURES_COUNT))
+    scales: Floats = np.sqrt(variance * spans / generator.chisquare(spans, size=FUTURES_COUNT))
+    return scales
 
 
 def _simulate(
@@ -135,7 +136,8 @@ def _simulate(
     is_met = is_crossed | is_peak
     first = is_met.argmax(axis=1)
     later = np.where(rates > 0, np.maximum(beyond, intervals * width), math.inf)
-    return np.where(is_met.any(axis=1), (first + time[np.arange(len(first)), first]) * width, later)
+    times: Floats = np.where(is_met.any(axis=1), (first + time[np.arange(len(first)), first]) * width, later)
+    return times
 
 
 def _draw_peaks(peaks: Floats, shape: tuple[int, int], generator: np.random.Generator) -> Floats:

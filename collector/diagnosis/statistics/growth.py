@@ -167,7 +167,8 @@ def slopes(x: Floats, y: Floats) -> Floats:
     i, j = _pairs(len(x))
     span = x[j] - x[i]
     i, j, span = i[span > 0], j[span > 0], span[span > 0]
-    return np.median((y[:, j] - y[:, i]) / span, axis=1)
+    medians: Floats = np.median((y[:, j] - y[:, i]) / span, axis=1)
+    return medians
 
 
 @functools.cache
@@ -237,7 +238,8 @@ def bootstrap_samples(x: Floats, y: Floats, slope: float, generator: np.random.G
     width = max(2, round(count ** (1 / 3)))
     starts = generator.integers(0, count - width + 1, size=(_BOOTSTRAP_COUNT, math.ceil(count / width)))
     index = (starts[:, :, np.newaxis] + np.arange(width)).reshape(_BOOTSTRAP_COUNT, -1)[:, :count]
-    return fit + residuals[index]
+    samples: Floats = fit + residuals[index]
+    return samples
 
 
 def thin(times: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -305,7 +307,8 @@ def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
 
 def _level(values: Floats) -> Floats:
     """Return the level that is never given back, above the lowest value."""
-    return np.minimum.accumulate(values[::-1])[::-1] - values.min()
+    level: Floats = np.minimum.accumulate(values[::-1])[::-1] - values.min()
+    return level
 
 
 def rises_count(values: Floats, parts: int = PARTS_COUNT) -> float:

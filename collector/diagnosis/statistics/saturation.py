@@ -112,7 +112,8 @@ class Saturation:
 def _time_to(level: float | Floats, now: float, ends: Floats, scales: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         times = scales * np.log((ends - now) / (ends - level))
-    return np.where(ends > level, np.maximum(times, 0.0), np.inf)
+    met: Floats = np.where(ends > level, np.maximum(times, 0.0), np.inf)
+    return met
 
 
 def saturation(
@@ -179,7 +180,8 @@ def _missing_rises(times: Floats, levels: Floats, scale: float, parts: int) -> f
 
 
 def _shape(x: Floats, scale: float) -> Floats:
-    return -np.expm1(-x / scale)
+    shape: Floats = -np.expm1(-x / scale)
+    return shape
 
 
 def _whitener(x: Floats, y: Floats) -> Floats:
@@ -192,13 +194,15 @@ def _whitener(x: Floats, y: Floats) -> Floats:
     own = min(max(-float(noise[1:] @ noise[:-1]) / len(noise), 0.0) / total, _MOST_OWN_NOISE)
     covariance: Floats = np.diag((1 - 2 * own) * weights + 2 * own)
     covariance -= own * (np.eye(len(noise), k=1) + np.eye(len(noise), k=-1))
-    return np.linalg.inv(np.linalg.cholesky(covariance))
+    whitener: Floats = np.linalg.inv(np.linalg.cholesky(covariance))
+    return whitener
 
 
 def _fit(x: Floats, y: Floats, scale: float) -> Floats:
     """Return the exponential of this scale that is nearest to the levels."""
     shapes = np.column_stack([np.ones(len(x)), _shape(x, scale)])
-    return shapes @ np.linalg.lstsq(shapes, y, rcond=None)[0]
+    fit: Floats = shapes @ np.linalg.lstsq(shapes, y, rcond=None)[0]
+    return fit
 
 
 def _growth(increments: Floats, shape: Floats) -> float:

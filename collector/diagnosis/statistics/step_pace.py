@@ -85,4 +85,5 @@ class StepPace:
         is_changing = generator.random(FUTURES_COUNT) < changing_ratio
         means = np.where(is_changing, changing, generator.choice(steady, size=FUTURES_COUNT))
         log_errors = error / overall * generator.standard_t(freedom, size=FUTURES_COUNT)
-        return means * np.exp(np.clip(log_errors, -_MAX_LOG_ERROR, _MAX_LOG_ERROR))
+        paces: Floats = means * np.exp(np.clip(log_errors, -_MAX_LOG_ERROR, _MAX_LOG_ERROR))
+        return paces

@@ -120,7 +120,8 @@ def _busy_ns(rows: pd.DataFrame, moments: Floats) -> Floats:
         by=by,
         allow_exact_matches=False,
     ).sort_values("row")
-    return np.maximum(np.nan_to_num(current["made_ns"].to_numpy(dtype=float)) - moments, 0.0)
+    left: Floats = np.maximum(np.nan_to_num(current["made_ns"].to_numpy(dtype=float)) - moments, 0.0)
+    return left
 
 
 def _cap_for_mean(values: Floats, wanted: Floats) -> float:

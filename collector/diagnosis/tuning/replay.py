@@ -219,13 +219,15 @@ def _crowding(threads: Floats, cores: Floats) -> Floats:
     rest = threads - per_core * whole  # cores with one thread more
     uneven = (rest * (per_core + 1) ** 2 + (whole - rest) * per_core**2) / threads
     even = np.maximum(1.0, threads / whole)
-    return np.maximum(1.0, threads / cores) * np.maximum(1.0, uneven / even)
+    crowding: Floats = np.maximum(1.0, threads / cores) * np.maximum(1.0, uneven / even)
+    return crowding
 
 
 def _probability(count: npt.NDArray[np.intp], workers: npt.NDArray[np.intp], busy: Floats) -> Floats:
     """Return the probability that `count` workers compute at one moment."""
     choices: Floats = np.vectorize(math.comb, otypes=[float])(workers, count)
-    return choices * busy**count * (1 - busy) ** np.maximum(workers - count, 0)
+    probability: Floats = choices * busy**count * (1 - busy) ** np.maximum(workers - count, 0)
+    return probability
 
 
 def _resamples(count: int, generator: np.random.Generator) -> npt.NDArray[np.intp]:

@@ -203,7 +203,8 @@ def _log_likelihood(durations: Floats, workers: _Integers) -> Floats:
     off = (logs - logs.groupby(workers).transform("median")).to_numpy()
     scale = max(1.4826 * float(np.median(np.abs(off))), 1e-4)
     shape = _STUDENT_SHAPE
-    return -np.log(scale) - (shape + 1) / 2 * np.log1p((off / scale) ** 2 / shape) - logs.to_numpy()
+    likelihood: Floats = -np.log(scale) - (shape + 1) / 2 * np.log1p((off / scale) ** 2 / shape) - logs.to_numpy()
+    return likelihood
 
 
 def _sigmas(values: Floats, blocks: _Integers) -> float:
