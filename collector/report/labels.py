@@ -93,11 +93,13 @@ LABELS = {
     "time_to_full_high_seconds": "time until it is full, at most",
     # /dev/shm, open files
     "shm_used_rise_bytes": "growth of /dev/shm",
+    "shm_used_peak_bytes": "highest use of /dev/shm",
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
     "fd_rise_count": "growth of open files",
     "fd_per_step": "more open files per step",
     "kept_workers_count": "workers of earlier iterators",
+    "fd_count": "open files",
     "fd_limit_count": "limit of open files",
     # GPU memory
     "allocated_rise_bytes": "growth of allocated memory",
@@ -128,6 +130,9 @@ LABELS = {
     "busy_ratio": "time on CPU",
     "last_moved_seconds": "since it last received or sent data",
     "exception_after_seconds": "time of the exception",
+    "memory_available_bytes": "available memory of the host",
+    "longest_fetch_seconds": "longest fetch before",
+    "thread_count": "threads",
     "farewell_count": "exit handlers that ran",
     "worker_farewell_count": "exit handlers that ran",
     "worker_exit_code": "exit code of the worker",

@@ -236,7 +236,7 @@ INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
     kind="crashed",
-    sentence="{what} ended with {exception}{site}: {headline}",
+    sentence="{what} ended with {exception}{site}{headline}",
     advice=(
         Advice(
             text="Read the traceback on the page Post-mortem, or in events/{host}.{pid}.jsonl of the run",
