@@ -9,8 +9,8 @@ from training_harness.records import ROLE_MAIN
 
 GIB = 1024 * MIB
 TORCH_REFUSED = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "{} bytes. Error code 12 (Cannot allocate memory)"
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate {} bytes. Error code 12 (Cannot allocate memory)"
 )
 
 
