@@ -93,6 +93,7 @@ LABELS = {
     "time_to_full_high_seconds": "time until it is full, at most",
     # /dev/shm, open files
     "shm_used_rise_bytes": "growth of /dev/shm",
+    "mapped_rise_bytes": "mapped since the last sample",
     "shm_used_peak_bytes": "highest use of /dev/shm",
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",

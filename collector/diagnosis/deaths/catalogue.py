@@ -184,6 +184,12 @@ BUS_ERROR = Death(
     advice=SHARED_MEMORY.full_advice,
     confidence=0.95,
 )
+BUS_ERROR_BETWEEN_SAMPLES = replace(
+    BUS_ERROR,
+    sentence="{what} was killed by SIGBUS, probably when /dev/shm was full: {used} of {total} were in use, with "
+    "what it mapped after the last sample.",
+    confidence=0.85,
+)
 CRASHED = Death(
     kind="crashed",
     sentence="{what} ended {by}.",
