@@ -174,6 +174,18 @@ _MAIN_GUARD = Cause(
     ),
     fault="your code",
 )
+#: The CUDA runtime reports errors of kernels late (CUDA C++ programming guide, asynchronous errors).
+_KERNEL = Cause(
+    sentence=" A kernel failed before that line.",
+    advice=(
+        Advice(
+            text="Run again with CUDA_LAUNCH_BLOCKING=1, or on the CPU; a failed assertion is mostly an index or a "
+            "label beyond its range",
+            expected="the traceback ends in the call that failed",
+        ),
+    ),
+    fault="your code",
+)
 _DISK = Cause(
     sentence=" A file could not be written in full.",
     advice=(
@@ -202,6 +214,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
         (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
         (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _always(_DISK)),
+        (r"CUDA error: (?:device-side assert|an illegal memory access)", _always(_KERNEL)),
         (r"DataLoader timed out", _timeout),
         (r"finished its bootstrapping phase", _always(_MAIN_GUARD)),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),

@@ -79,6 +79,12 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
             "multiprocessing/reduction.py",
             "Define what the message names at the top level",
         ),
+        (
+            "AcceleratorError",
+            "CUDA error: device-side assert triggered",
+            "",
+            "Run again with CUDA_LAUNCH_BLOCKING=1",
+        ),
         ("RuntimeError", "can't start new thread", "threading.py", "Check `ulimit -u`"),
         ("BlockingIOError", "[Errno 11] Resource temporarily unavailable", "os.fork()", "Check `ulimit -u`"),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", "Check the server at the other end"),
