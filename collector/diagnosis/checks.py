@@ -13,7 +13,7 @@ from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.main_thread_pause import LEAST_STEPS
 from collector.diagnosis.stalls.verdict import MIN_BATCHES
 from collector.diagnosis.statistics.growth import MIN_POINTS
-from collector.findings import Check, Finding
+from collector.findings import KINDS, Check, Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
@@ -29,7 +29,8 @@ def _check(name: str, kinds: Sequence[str], obstacle: str, findings: Sequence[Fi
     if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
     suspects = [finding for finding in findings if finding.suspected in kinds and finding not in found]
-    if any(finding.rate for finding in suspects):
+    growths = [finding for finding in found if KINDS[finding.kind] == "memory leak"]
+    if any(finding.rate for finding in (*growths, *suspects)):
         obstacle = _UNCLEAR
     elif suspects:
         obstacle = obstacle or "not known for each loader"

@@ -39,6 +39,7 @@ from collector.diagnosis.memory.leak import (
 )
 from collector.diagnosis.run.columns import (
     SECOND_NS,
+    after_training,
     by_process,
     finite,
     floats,
@@ -72,6 +73,7 @@ _MIN_EPOCHS = 3
 _NO_ITERATIONS = (
     " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
 )
+_AFTER_TRAINING = " It did so after the training's last step or batch."
 
 
 class _Leak(NamedTuple):
@@ -109,8 +111,28 @@ def find_leaks(tables: RunTables) -> list[Finding]:
 
 
 def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
-    """Return the finding that memory in use grows, if another measurement confirms that the process wrote it."""
-    rows = while_running(tables, key)  # the fall at the end would hide growth before it
+    """Return the finding that the memory of a process grows while it trains, else that it grows afterwards."""
+    life, trains = lifecycle_of(tables), iterates(tables, key)
+    while_it_runs = while_running(tables, key)  # the fall at the end would hide growth before it
+    finding = _growth_in(tables, key, while_it_runs, is_iterating=trains or bool(life.watched))
+    if finding is None and trains:
+        finding = _growth_in(tables, key, after_training(tables, key), is_iterating=False)
+        # What ended by itself was no growth without bound.
+        if finding is not None and life.status() == "finished":
+            return replace(finding, severity="info")
+    return finding
+
+
+def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_iterating: bool) -> Finding | None:
+    """Return the finding that memory in use grows, if another measurement confirms that the process wrote it.
+
+    Args:
+        tables: the run.
+        key: the process.
+        rows: its samples in the time that is judged.
+        is_iterating: whether it has batches, steps or forward passes in that time.
+
+    """
     ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
         return None
@@ -120,7 +142,6 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     life = lifecycle_of(tables)
     series = "in_use" if free.any() else "resident"
     use = Use.of(tables, series, life.locus(key), times, resident - free, key=key)
-    is_iterating = iterates(tables, key) or bool(life.watched)
     negligible = negligible_bytes(resident)
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
     filling = filling_of(use, trend, negligible) if is_iterating else None
@@ -153,12 +174,12 @@ def _leak_of_main(
     *,
     is_iterating: bool,
 ) -> Finding:
-    life = lifecycle_of(tables)
+    life, trains = lifecycle_of(tables), iterates(tables, key)
     # The rise and the steps cover the same time: steps may take longer now than before.
     steps = steps_within(tables, key, *use.span_ns(trend))
     finding = leak_finding(
         tables,
-        resources.HEAP if iterates(tables, key) else resources.HEAP_WITHOUT_ITERATIONS,
+        resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS,
         use,
         trend,
         (*witnesses, *_half_slopes(use, trend)) if witnesses else (),
@@ -170,8 +191,8 @@ def _leak_of_main(
     return replace(
         finding,
         severity=finding.severity if life.may_train(key) else "info",
-        confidence=certainty if iterates(tables, key) else certainty - 0.15,
-        summary=finding.summary + ("" if is_iterating else _NO_ITERATIONS),
+        confidence=certainty if trains and is_iterating else certainty - 0.15,
+        summary=finding.summary + ("" if is_iterating else _AFTER_TRAINING if trains else _NO_ITERATIONS),
     )
 
 

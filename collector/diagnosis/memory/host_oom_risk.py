@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,7 @@ from collector.diagnosis.memory.resources import HOST_MEMORY, HOST_MEMORY_WITHOU
 from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
+    after_training_ns,
     by_process,
     finite,
     floats,
@@ -62,30 +63,44 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     is_known = np.isfinite(demand)
     if not math.isfinite(limit) or limit <= 0 or not is_known.any():
         return None
-    start, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
     use = Use.of(tables, "demand", Locus(host=host), times, demand)
-    use = use.where(is_known & ((times >= start) & (times <= end) if math.isfinite(start) else True))
-    negligible, reserve = max(_NEGLIGIBLE_BYTES, 0.002 * limit), kernel_bytes(tables, host)
-    trend = use.growth(negligible)
-    filling = filling_of(use, trend, negligible)
-    if filling is not None:
-        trend = growth_of(filling) if filling.end + reserve > limit else None
     bound = Limit(name=name, value=limit, unit="bytes")
-    if trend is not None:
-        course = Course(
-            what="Host memory",
-            resource=_resource(tables, host),
-            use=use,
-            growth=trend,
-            limit=bound,
-            reserve=reserve,
-            filling=filling,
-        )
-        if course.is_relevant and _matters(tables, host, course, copies):
+    for begin, end in _phases(tables):
+        course = _course(tables, host, use.where(is_known & (times >= begin) & (times <= end)), bound)
+        if course is not None and course.is_relevant and _matters(tables, host, course, copies):
             return exhaustion_finding(tables, course, _witnesses(tables, host, course))
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(tables, host, peak(demand), bound, int(is_known.sum()))
     return None
+
+
+def _phases(tables: RunTables) -> Iterator[tuple[float, float]]:
+    """Yield begin and end of the times to judge, in seconds: what follows the training first, unless it ended."""
+    after = after_training_ns(tables)
+    if after is not None and lifecycle_of(tables).status() != "finished":
+        yield after[0] / SECOND_NS, after[1] / SECOND_NS
+    begin, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
+    yield (begin, end) if math.isfinite(begin) else (-math.inf, math.inf)
+
+
+def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | None:
+    """Return the course of the host's memory towards its limit, if it grows and does not end before."""
+    negligible, reserve = max(_NEGLIGIBLE_BYTES, 0.002 * bound.value), kernel_bytes(tables, host)
+    trend = use.growth(negligible)
+    filling = filling_of(use, trend, negligible)
+    if filling is not None:
+        trend = growth_of(filling) if filling.end + reserve > bound.value else None
+    if trend is None:
+        return None
+    return Course(
+        what="Host memory",
+        resource=_resource(tables, host),
+        use=use,
+        growth=trend,
+        limit=bound,
+        reserve=reserve,
+        filling=filling,
+    )
 
 
 def _resource(tables: RunTables, host: str) -> Resource:

@@ -29,6 +29,8 @@ _TEARDOWN_LIFE_RATIO, _TEARDOWN_LEAST_NS = 0.1, 3e9
 _COVERED_TICKS = 4.0
 #: Samples that a process needs for its teardown to be recognised.
 _TEARDOWN_POINTS = 4
+#: Time without an iteration after which training is over, in units of the longest pause between two iterations.
+_OVER_PAUSES = 3.0
 
 
 def floats(table: pd.DataFrame, column: str) -> Floats:
@@ -137,7 +139,8 @@ def host_samples(tables: RunTables, host: str) -> pd.DataFrame:
 def worker_samples(tables: RunTables) -> pd.DataFrame:
     """Return the collector's samples of DataLoader workers."""
     process = tables.stream("process")
-    return process[floats(process, "role") == ROLE_WORKER]
+    rows: pd.DataFrame = process[floats(process, "role") == ROLE_WORKER]
+    return rows
 
 
 def between(rows: pd.DataFrame, begin_ns: float, end_ns: float) -> pd.DataFrame:
@@ -287,6 +290,31 @@ def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     """
     rows = sampled(tables, key)
     return while_training(tables, rows, key) if iterates(tables, key) else before_teardown(rows)
+
+
+def after_training_ns(tables: RunTables) -> tuple[float, float] | None:
+    """Return the time of the run's last batch or step, and that of its last sample, if training is over then.
+
+    What follows may be an export, or an evaluation without a DataLoader. None in a run with fewer than two
+    iterations, and until the time without one is far longer than the pauses between them.
+    """
+
+    def find() -> tuple[float, float] | None:
+        times = np.sort(np.concatenate([floats(tables.stream(name), "time_ns") for name in ITERATIONS]))
+        samples = floats(tables.stream("process"), "time_ns")
+        if len(times) < 2 or not len(samples):
+            return None
+        begin_ns, end_ns = float(times[-1]), float(samples[-1])
+        is_over = end_ns - begin_ns > _OVER_PAUSES * float(np.diff(times).max())
+        return (begin_ns, end_ns) if is_over else None
+
+    return tables.once("after_training", find)
+
+
+def after_training(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """Return the samples of a process after the run's training and before its own teardown, if there are any."""
+    rows, span = before_teardown(sampled(tables, key)), after_training_ns(tables)
+    return rows[floats(rows, "time_ns") > (math.inf if span is None else span[0])]
 
 
 def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
