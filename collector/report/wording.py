@@ -35,7 +35,7 @@ _PARTS = {
     "other": "dataset code",
     "idle": "worker idle",
     "transfer": "transfer to main process",
-    "dispatch": "sampler",
+    "dispatch": "sampler and sending indices",
     "no core": "waiting for a core",
 }
 

@@ -29,7 +29,8 @@ class SpeedUp(TypedDict):
 
     Attributes:
         batch_seconds: time of the stage now.
-        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough.
+        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough, or if the
+            loop hardly waits for fetches now.
         free_wait_ratio: share of its time that the loop would still wait if the stage took no time.
 
     """
@@ -76,9 +77,10 @@ def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]
     rates, waits = replay_shorter_fetches(calibration.trace, calibration.setting, calibration.slowdowns, ratios)
     if abs(math.log(rates[0] / calibration.batches_per_second)) > CURRENT_ERROR:
         return {}
-    unavoidable = waits[1]
+    now, unavoidable = waits[:2]
+    hardly_longer = unavoidable + HEALTHY_WAIT_RATIO
     shorter_waits = waits[2:].reshape(len(names), -1)
-    busy = (shorter_waits <= unavoidable + HEALTHY_WAIT_RATIO) & (unavoidable <= HEALTHY_WAIT_RATIO)
+    busy = (shorter_waits <= hardly_longer) & (unavoidable <= HEALTHY_WAIT_RATIO) & (now > hardly_longer)
     seconds = costs.mean(axis=0) / SECOND_NS
     return {
         name: SpeedUp(
