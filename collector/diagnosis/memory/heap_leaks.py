@@ -423,13 +423,14 @@ def _loader_leak(
         most=f" Worker {use.locus.worker} grew most: {size(trend.rise)}." if len(workers) > 1 else "",
         slope=size(total.value),
     )
+    workers_count = sum(where == place for where, _ in rises)
     until_then = (resources.END_WORKERS,) if witnesses and unbounded and _stay(tables, place) else ()
     return replace(
         finding,
         advice=(*finding.advice, *until_then),
         severity=finding.severity if unbounded else "info",
         locus=replace(place, worker=leaks[0][0].locus.worker if len(leaks) == 1 else None),
-        evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(leaks))),
+        evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=workers_count)),
         rate=total,
     )
 

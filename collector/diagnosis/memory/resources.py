@@ -287,7 +287,7 @@ SHARED_MEMORY = Resource(
     grows="/dev/shm keeps filling: {rise} so far, {slope}/s.{remark}",
     leak_advice=(_SHM_HOLDERS,),
     risk="shm-exhaustion-risk",
-    risk_advice=(_SHM_HOLDERS, _SHM_ROOM),
+    risk_advice=(_SHM_HOLDERS, replace(_SHM_ROOM, expected="it is full later, in proportion to its size")),
     full="/dev/shm had {free} left of {limit} at the peak, and each of {workers} workers hands over batches of "
     "{batch}. A process that finds /dev/shm full fails or dies of SIGBUS.",
     full_advice=(
