@@ -54,7 +54,7 @@ LABELS = {
     "own_time_excess_seconds": "rank slower per step by",
     "forward_excess_seconds": "rank's forward pass longer by",
     "others_backward_excess_seconds": "others' backward pass longer by",
-    "alloc_retry_count": "allocator's cache flushes per step",
+    "alloc_retry_count": "flushes of the allocator's cache",
     "alloc_retry_steps_count": "steps in which the allocator flushed its cache",
     # Host memory
     "demand_slope": "growth towards the limit",
