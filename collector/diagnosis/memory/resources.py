@@ -300,7 +300,8 @@ SHARED_MEMORY = Resource(
 )
 _FILES_ADVICE = (
     Advice(
-        text="List the open files in /proc/PID/fd, and open those of each step or item in a `with` block",
+        text="List the open files in /proc/PID/fd, and open those of each step or item in a `with` block. Those in "
+        "/dev/shm named torch_* are tensors that came from workers: do not keep them, but .clone() or numbers",
         expected="the count stops growing",
     ),
     Advice(

@@ -331,7 +331,7 @@ def test_straggler_on_gpus_is_found_from_device_and_host_times():
 
 
 def test_rank_that_became_late_costs_only_the_steps_since():
-    """3,000 steps, of which rank 1 is late in the last 1,000; only GPUs have an allocator whose cache is flushed."""
+    """Rank 1 is late in the last 1,000 of 3,000 steps; only GPUs have an allocator whose cache is flushed."""
     script = ranks(late=0.0, steps=3000)
     del script.parts["device_memory"]
     for part, column in zip(script.parts["step"], ("backward_ns", "forward_ns"), strict=True):
