@@ -101,7 +101,7 @@ _MEASURES = (
         title="Data wait",
         unit=RATIO,
         example="10 %",
-        meaning="share of the steps' time that training waits for batches of its DataLoader, the first ones included",
+        meaning="share of the steps' time that training waits for batches of its DataLoader, first ones included",
     ),
     Measure(
         name="min_throughput",

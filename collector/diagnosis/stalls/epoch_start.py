@@ -134,8 +134,8 @@ def _start_before(starts: list[_Start], first_ns: float) -> _Start | None:
 def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[float, float, float]:
     """Return the ns that an epoch lost to starting workers, that its first one took, and that the loop waited.
 
-    Workers are started one after the other, and spawned ones block the training until they have read the dataset. So
-    the first one may be ready long before the training goes on.
+    Workers are started one after the other, and a spawned one blocks the training until it has read the dataset.
+    So the first one may be ready long before the training goes on.
 
     Args:
         start: the start of the epoch, by the worker of its first batch.
