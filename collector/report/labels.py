@@ -96,6 +96,7 @@ LABELS = {
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
     "fd_rise_count": "growth of open files",
+    "thread_rise_count": "growth of the number of threads",
     "fd_per_step": "more open files per step",
     "kept_workers_count": "workers of earlier iterators",
     "fd_limit_count": "limit of open files",

@@ -75,6 +75,12 @@ HEAP_WITHOUT_ITERATIONS = replace(
         ),
     ),
 )
+#: Advice on a leak of a process whose threads get more and more.
+END_THREADS = Advice(
+    text="Look for threads that never end: their number rose by {count}. Join each, or give the work to one "
+    "concurrent.futures.ThreadPoolExecutor",
+    expected="what their functions hold, their stacks and their parts of the heap are freed",
+)
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
     grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.{most}",
