@@ -29,8 +29,7 @@ class SpeedUp(TypedDict):
 
     Attributes:
         batch_seconds: time of the stage now.
-        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough, or if the
-            loop hardly waits for fetches now.
+        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough.
         free_wait_ratio: share of its time that the loop would still wait if the stage took no time.
 
     """
@@ -63,7 +62,10 @@ class WaitSummary(TypedDict):
 
 
 def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
-    """Return the speed-up of each stage of the fetches; none where the replay does not match the measured rate."""
+    """Return the speed-up of each stage of the fetches.
+
+    There is none where the replay does not match the measured rate, or where instant fetches would gain nothing.
+    """
     calibration = calibrate(tables, breakdown.loop)
     if isinstance(calibration, str):
         return {}
@@ -75,12 +77,12 @@ def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]
     shorter = 1 - shares[:, :, np.newaxis] * (1 - _REMAINDERS)
     ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
     rates, waits = replay_shorter_fetches(calibration.trace, calibration.setting, calibration.slowdowns, ratios)
-    if abs(math.log(rates[0] / calibration.batches_per_second)) > CURRENT_ERROR:
-        return {}
     now, unavoidable = waits[:2]
-    hardly_longer = unavoidable + HEALTHY_WAIT_RATIO
+    error = abs(math.log(rates[0] / calibration.batches_per_second))
+    if error > CURRENT_ERROR or now <= unavoidable + HEALTHY_WAIT_RATIO:
+        return {}
     shorter_waits = waits[2:].reshape(len(names), -1)
-    busy = (shorter_waits <= hardly_longer) & (unavoidable <= HEALTHY_WAIT_RATIO) & (now > hardly_longer)
+    busy = (shorter_waits <= unavoidable + HEALTHY_WAIT_RATIO) & (unavoidable <= HEALTHY_WAIT_RATIO)
     seconds = costs.mean(axis=0) / SECOND_NS
     return {
         name: SpeedUp(
