@@ -66,7 +66,7 @@ class Sharing:
 
     @property
     def is_shared(self) -> bool:
-        """True if the workers wait for a shared resource. Where fetches are nearly alike, the signs leave it open."""
+        """True if the workers wait for a shared resource. Where fetches are nearly alike, that stays open."""
         return bool(self.because) and self.is_sure
 
     @property

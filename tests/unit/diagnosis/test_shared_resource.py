@@ -87,7 +87,7 @@ def test_nearly_equal_batches_served_in_turn_are_a_hint():
 
 
 def test_a_busy_machine_and_batches_that_are_sent_meanwhile_prove_no_sharing():
-    """Each of two workers waits for itself; it sends a batch before its next fetch, or while that is in progress."""
+    """Each of two workers waits for itself; it sends a batch before its next fetch or while that is in progress."""
     draw = np.random.default_rng(0)
     busy = 0.001 * draw.exponential(1.0, 3000)
     found = []
