@@ -103,7 +103,7 @@ _MEASURES = (
         title="Data wait",
         unit=RATIO,
         example="10 %",
-        meaning="share of the steps' time that training waits for its DataLoader, start-up included",
+        meaning="share of the steps' time that training waits for batches of its DataLoader, first ones included",
     ),
     Measure(
         name="min_throughput",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from collector.diagnosis.checks import checks_of
-from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
+from collector.diagnosis.deaths import FIX_LEAK, find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
 from collector.diagnosis.faults import add_fault
 from collector.diagnosis.loading.caught_errors import find_caught_errors
@@ -127,7 +127,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("trust", find_trust, tables),
     ]
     findings = _unless_damaged(findings, without_replaced_settings, findings, tables)
-    findings = without_consequences(findings)
+    findings = [_with_fix_of_leak(finding, findings) for finding in without_consequences(findings)]
     findings = [add_fault(add_allocation_sites(finding, tables, running=running)) for finding in findings]
     findings = [_unless_damaged(finding, add_loader_name, finding, tables) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: _order(finding, running=running)))
@@ -260,6 +260,19 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
     return (
         finding for finding in findings if finding.kind == kind and (finding.locus.host, finding.locus.pid) == place
     )
+
+
+def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
+    """Return a kill for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
+    if death.kind != "host-oom-kill":
+        return death
+    at = death.locus
+    places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
+    leaks = (finding for finding in findings if finding.locus in places and KINDS[finding.kind] == "memory leak")
+    advice = tuple(
+        replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
+    )
+    return replace(death, advice=(*advice[:1], *death.advice))
 
 
 def _is_met(findings: list[Finding], risk: Finding) -> bool:

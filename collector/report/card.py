@@ -154,7 +154,7 @@ def _data_wait(verdict: Verdict) -> str:
     ratio = verdict.summary["data_wait_ratio"]
     if ratio is None:
         return f"{MISSING} no DataLoader seen" if not verdict.batches else f"{MISSING} not recorded"
-    return f"{percent(ratio)} of the loop's time, start-up included"
+    return f"{percent(ratio)} of the loop's time, first batches included"
 
 
 def _outside(verdict: Verdict) -> Iterator[tuple[str, str]]:

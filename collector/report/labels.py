@@ -54,7 +54,7 @@ LABELS = {
     "own_time_excess_seconds": "rank slower per step by",
     "forward_excess_seconds": "rank's forward pass longer by",
     "others_backward_excess_seconds": "others' backward pass longer by",
-    "alloc_retry_count": "allocator's cache flushes per step",
+    "alloc_retry_count": "flushes of the allocator's cache",
     "alloc_retry_steps_count": "steps in which the allocator flushed its cache",
     # Host memory
     "demand_slope": "growth towards the limit",
@@ -98,6 +98,7 @@ LABELS = {
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
     "fd_rise_count": "growth of open files",
+    "thread_rise_count": "growth of the number of threads",
     "fd_per_step": "more open files per step",
     "kept_workers_count": "workers of earlier iterators",
     "fd_count": "open files",

@@ -35,7 +35,7 @@ _PARTS = {
     "other": "dataset code",
     "idle": "worker idle",
     "transfer": "transfer to main process",
-    "dispatch": "sampler",
+    "dispatch": "sampler and sending indices",
     "no core": "waiting for a core",
 }
 
@@ -106,8 +106,9 @@ def stall(exposed: WaitSummary) -> str:
     words = f"{duration(total)} ({parts})"
     cause = next((stage for stage in stages if stage["enough_seconds"] is not None), None)
     if cause is not None:
-        now, then = duration(cause["batch_seconds"]), duration(cause["enough_seconds"])
-        return f"{words}, hardly any if {subject(cause['stage'])} took {then} per batch instead of {now}"
+        now, then = duration(cause["batch_seconds"]), cause["enough_seconds"]
+        took = f"{duration(then)} per batch instead of {now}" if then else "nothing"
+        return f"{words}, hardly any if {subject(cause['stage'])} took {took}"
     left = [(ratio, stage["stage"]) for stage in stages if (ratio := stage["free_wait_ratio"]) is not None]
     if not left:
         return words

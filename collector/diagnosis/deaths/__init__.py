@@ -1,5 +1,6 @@
 """Findings about processes that died."""
 
+from collector.diagnosis.deaths.catalogue import FIX_LEAK
 from collector.diagnosis.deaths.deaths import find_deaths
 from collector.diagnosis.deaths.hang import find_hangs
 from collector.diagnosis.deaths.idle_hang import find_idle_hangs
@@ -12,6 +13,7 @@ from collector.diagnosis.deaths.last_minute import (
 from collector.diagnosis.deaths.victims import end_of
 
 __all__ = [
+    "FIX_LEAK",
     "LAST_MINUTE_SECONDS",
     "earlier_workers",
     "end_of",

@@ -146,14 +146,13 @@ def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
+#: Advice on a process that the kernel killed for lack of memory, if it leaked.
+FIX_LEAK = Advice(text="Fix {kind} first: this process grew until it was killed", expected="its growth stops")
 OOM_KILL = Death(
     kind="host-oom-kill",
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",
     advice=(
-        Advice(
-            text="Hold less memory in the training process: see the leak findings",
-            expected="demand stays below the limit",
-        ),
+        Advice(text="Hold less memory in the training process", expected="demand stays below the limit"),
         RAISE_LIMIT,
     ),
 )

@@ -59,7 +59,7 @@ from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
@@ -162,6 +162,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     if young is not None:
         return young_finding(tables, use, young, witnesses, negligible=negligible, grows=f"{process} grows")
     leak = _leak_of_main(tables, key, use, trend, witnesses, is_iterating=is_iterating)
+    leak = _with_threads(leak, use, rows)
     return leak if stairs is None else replace(leak, severity="info")
 
 
@@ -194,6 +195,17 @@ def _leak_of_main(
         confidence=certainty if trains and is_iterating else certainty - 0.15,
         summary=finding.summary + ("" if is_iterating else _AFTER_TRAINING if trains else _NO_ITERATIONS),
     )
+
+
+def _with_threads(leak: Finding, use: Use, rows: pd.DataFrame) -> Finding:
+    """Return a leak with the threads that its process started and never ended, if they get more like a leak."""
+    counts = replace(use, values=floats(rows, "thread_count"))
+    trend = counts.growth(BLOCK_COUNTS[0])  # a rise below one thread per block of a trend is a few single events
+    if trend is None:
+        return leak
+    started = fact("thread_rise_count", round(trend.rise), "same window", n=trend.n)
+    advice = replace(resources.END_THREADS, text=resources.END_THREADS.text.format(count=round(trend.rise)))
+    return replace(leak, evidence=(*leak.evidence, started), advice=(advice, *leak.advice))
 
 
 def _main_witnesses(
@@ -434,7 +446,7 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         advice=(*finding.advice, *until_then),
         severity=finding.severity if unbounded else "info",
         locus=replace(place, worker=use.locus.worker if len(leaks) == 1 else None),
-        evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(leaks))),
+        evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(of_loader.rises))),
         rate=total,
     )
 

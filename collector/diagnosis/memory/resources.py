@@ -72,6 +72,12 @@ HEAP_WITHOUT_ITERATIONS = replace(
         ),
     ),
 )
+#: Advice on a leak of a process whose threads get more and more.
+END_THREADS = Advice(
+    text="Look for threads that never end: their number rose by {count}. Join each, or give the work to one "
+    "concurrent.futures.ThreadPoolExecutor",
+    expected="what their functions hold, their stacks and their parts of the heap are freed",
+)
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
     grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.{most}",
@@ -284,7 +290,7 @@ SHARED_MEMORY = Resource(
     grows="/dev/shm keeps filling: {rise} so far, {slope}/s.{remark}",
     leak_advice=(_SHM_HOLDERS,),
     risk="shm-exhaustion-risk",
-    risk_advice=(_SHM_HOLDERS, _SHM_ROOM),
+    risk_advice=(_SHM_HOLDERS, replace(_SHM_ROOM, expected="it is full later, in proportion to its size")),
     full="/dev/shm had {free} left of {limit} at the peak, and each of {workers} workers hands over batches of "
     "{batch}. A process that finds /dev/shm full fails or dies of SIGBUS.",
     full_advice=(
@@ -297,7 +303,8 @@ SHARED_MEMORY = Resource(
 )
 _FILES_ADVICE = (
     Advice(
-        text="List the open files in /proc/PID/fd, and open those of each step or item in a `with` block",
+        text="List the open files in /proc/PID/fd, and open those of each step or item in a `with` block. Those in "
+        "/dev/shm named torch_* are tensors that came from workers: do not keep them, but .clone() or numbers",
         expected="the count stops growing",
     ),
     Advice(

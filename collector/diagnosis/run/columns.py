@@ -130,6 +130,14 @@ def written(tables: RunTables, name: str, key: ProcessKey | None) -> pd.DataFram
     return rows if key is None else tables.once((name, key), lambda: of_process(rows, key))
 
 
+def own_steps(tables: RunTables, key: ProcessKey | None) -> pd.DataFrame:
+    """Return the steps of a process: those that the run counts, else those by which it alone steps."""
+    steps, others = written(tables, "step", key), tables.other_steps
+    if key is None or len(steps) or others is None:
+        return steps
+    return tables.once(("other steps", key), lambda: of_process(others, key))
+
+
 def host_samples(tables: RunTables, host: str) -> pd.DataFrame:
     """Return the samples of a host, in the stream of that name."""
     samples = tables.stream("host")
@@ -194,7 +202,7 @@ def with_early_samples(tables: RunTables, rows: pd.DataFrame) -> pd.DataFrame:
 
 def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | None:
     """Return the step that the process was in at that time; None if it recorded no steps."""
-    steps = written(tables, "step", key)
+    steps = own_steps(tables, key)
     if steps.empty or not np.isfinite(time_ns):
         return None
     position = int(np.searchsorted(floats(steps, "time_ns"), time_ns))
@@ -209,7 +217,7 @@ def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floa
     steps = tables.stream("step")
 
     def find() -> tuple[Floats, Floats]:
-        rows = steps[steps["host"] == where] if isinstance(where, str) else written(tables, "step", where)
+        rows = steps[steps["host"] == where] if isinstance(where, str) else own_steps(tables, where)
         return seconds(rows), floats(rows, "step")
 
     ends, numbers = tables.once(("steps", where), find)
@@ -220,7 +228,7 @@ def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floa
 
 def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> float:
     """Return how many steps a process (or the run) took between two times, NaN if none is known."""
-    steps = written(tables, "step", key)
+    steps = own_steps(tables, key)
     times, numbers = floats(steps, "time_ns"), floats(steps, "step")
     inside = numbers[(times >= begin_ns) & (times <= end_ns)]
     return float(np.ptp(inside)) or math.nan if len(inside) else math.nan
@@ -231,7 +239,7 @@ def iterations_within(tables: RunTables, key: ProcessKey | None, begin_ns: float
 
     An evaluation has batches, and no steps.
     """
-    times = (floats(written(tables, name, key), "time_ns") for name in ITERATIONS)
+    times = (floats(rows, "time_ns") for rows in _iterations(tables, key))
     return max(int(((of_stream >= begin_ns) & (of_stream <= end_ns)).sum()) for of_stream in times)
 
 
@@ -240,7 +248,7 @@ def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float
 
     Without any, as for a training that is watched from outside, it is the first sample. NaN if there is none.
     """
-    first = [floats(rows, "time_ns")[0] for name in ITERATIONS if len(rows := written(tables, name, key))]
+    first = [floats(rows, "time_ns")[0] for rows in _iterations(tables, key) if len(rows)]
     if not first:
         samples = tables.stream("process") if key is None else sampled(tables, key)
         first = list(floats(samples, "time_ns")[:1])
@@ -249,7 +257,11 @@ def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float
 
 def iterates(tables: RunTables, key: ProcessKey) -> bool:
     """Return whether a process recorded a batch or a step."""
-    return any(len(written(tables, name, key)) for name in ITERATIONS)
+    return any(map(len, _iterations(tables, key)))
+
+
+def _iterations(tables: RunTables, key: ProcessKey | None) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return written(tables, "batch", key), own_steps(tables, key)
 
 
 def training_end_ns(tables: RunTables) -> float:

@@ -92,6 +92,8 @@ class RunTables:
         now_ns: CLOCK_MONOTONIC at the moment of reading; for a run of another boot, its last record.
         lost_count: records that writers could not write.
         totals: the rows of each stream over the whole run.
+        other_steps: the newest steps of a lower unit than those of the stream, such as the forward passes of an
+            actor while a learner steps an optimizer.
         grown: allocations that processes made between two moments and still hold, by source line.
         problems: one line of text for each thing that could not be read; the tables lack it.
     """
@@ -103,6 +105,7 @@ class RunTables:
     now_ns: int
     lost_count: int = field(default=0)
     totals: Mapping[str, Total] = field(default_factory=dict)
+    other_steps: pd.DataFrame | None = None
     grown: Sequence[ProcessGrowth] = ()
     problems: tuple[str, ...] = ()
     _cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -151,7 +154,7 @@ def load_tables(run: Run) -> RunTables:
         events = _events(snapshot)
         totals = totals_of(snapshot, STREAMS)
         streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS if name != "step"}
-        streams["step"], totals["step"] = _counted_steps(snapshot, totals["step"])
+        streams["step"], totals["step"], other_steps = _counted_steps(snapshot, totals["step"])
         now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
     grown, damaged = read_growths(run, events)
     return RunTables(
@@ -164,13 +167,14 @@ def load_tables(run: Run) -> RunTables:
         now_ns=now_ns,
         lost_count=lost_count,
         totals=totals,
+        other_steps=other_steps,
         grown=grown,
         problems=(*problems, *damaged),
     )
 
 
-def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Total]:
-    """Return the steps of the highest unit (`records.STEP_UNITS`) in the run, and their total.
+def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Total, pd.DataFrame | None]:
+    """Return the steps of the highest unit (`records.STEP_UNITS`) in the run, their total, and the other ones.
 
     The others are not steps of the run: a process that only evaluates ends its steps by batches, while another one
     steps an optimizer.
@@ -180,11 +184,14 @@ def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Tota
         'FROM "step" GROUP BY 1 ORDER BY 1 DESC'
     )
     if len(units) < 2:
-        return _stream(snapshot, "step", total), total
+        return _stream(snapshot, "step", total), total, None
     unit, n, first_ns, last_ns = map(int, units.iloc[0])
-    newest = f'FROM "step" WHERE {_UNIT} = {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
-    rows = snapshot.query(f"SELECT {columns_sql('step')} FROM ({newest}) ORDER BY time_ns")
-    return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns)
+    newest = f'FROM "step" WHERE {_UNIT} {{}} {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
+    columns = columns_sql("step")
+    rows, others = (
+        snapshot.query(f"SELECT {columns} FROM ({newest.format(sign)}) ORDER BY time_ns") for sign in ("=", "<")
+    )
+    return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns), others
 
 
 def step_units(steps: pd.DataFrame) -> npt.NDArray[np.float64]:

@@ -39,7 +39,7 @@ _WAITS_IN_COMMON = {
     "lock": "workers that wait for one lock only wait longer if there are more of them",
     "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
 }
-_LESS_WAITING_FOR_ANYTHING = "Find what a worker waits for with `py-spy dump --pid PID`, and shorten it"
+_LESS_WAITING_FOR_ANYTHING = "Find what a fetch waits for with `tidegauge stacks`, and shorten it"
 
 
 def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | str) -> tuple[Advice, ...]:

@@ -125,7 +125,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     """Return a finding for workers that together cannot keep up."""
     loop, steady = case.loop, case.steady
     limit, outlook = worker_limit(case.tables, loop), forecast(case.tables, loop)
-    shared = outlook.measured.shared if isinstance(outlook, Forecast) else None
+    sharing = outlook.measured.sharing if isinstance(outlook, Forecast) else None
     subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
     if loop.num_workers == 2:
         subject = f"Both workers of loader {loop.loader} are"
@@ -142,13 +142,13 @@ def workers_too_slow(case: LoadingCase) -> Finding:
             f"{percent(in_slow)} of the workers' time."
         )
         slowest = (*case.measured(straggler_ratio=steady.tail_ratio), _slowest_batches(slow_fetches))
-    if shared:
-        likely = "" if shared.is_sure else " most likely"
-        in_common = f" They{likely} wait for one thing in common: {shared.because}."
+    if sharing and sharing.because:
+        wait = "wait" if sharing.is_shared else "may wait"
+        in_common = f" They {wait} for one thing in common: {sharing.because}."
         tests = {
-            "fetches_alike_sigmas": shared.correlation_sigmas,
-            "fetches_beside_sigmas": shared.slowdown_sigmas,
-            "fetches_turn_sigmas": shared.queue_sigmas,
+            "fetches_alike_sigmas": sharing.correlation_sigmas,
+            "fetches_beside_sigmas": sharing.slowdown_sigmas,
+            "fetches_turn_sigmas": sharing.queue_sigmas,
         }
     return Finding(
         kind="workers-too-slow",
@@ -163,7 +163,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
             ),
             *slowest,
             *limit.evidence,
-            *(measurements(len(shared.service), "recent fetches", **tests) if shared else ()),
+            *(measurements(len(sharing.service), "recent fetches", **tests) if sharing and tests else ()),
         ),
         advice=advise_fetches(case, limit, outlook),
         limited_by=limit.by,

@@ -130,7 +130,10 @@ def _start_before(starts: list[_Start], first_ns: float) -> _Start | None:
 
 
 def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[float, float, float]:
-    """Return the ns that an epoch lost to starting workers, until its first worker was ready, and the loop waited.
+    """Return the ns that an epoch lost to starting workers, that its first one took, and that the loop waited.
+
+    Workers are started one after the other, and a spawned one blocks the training until it has read the dataset.
+    So the first one may be ready long before the training goes on.
 
     The start is that of the worker of its first batch, which came at `first_ns`.
     """
@@ -138,7 +141,7 @@ def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[flo
         return 0.0, math.nan, 0.0
     ready_ns = start.ready_ns - start.begun_ns
     waited_ns = float(np.clip(start.ready_ns - (first_ns - wait_ns), 0.0, wait_ns))
-    return min(ready_ns, max(0.0, start.created_ns - start.begun_ns) + waited_ns), ready_ns, waited_ns
+    return max(0.0, start.created_ns - start.begun_ns) + waited_ns, ready_ns, waited_ns
 
 
 def worker_startup(starts: EpochStarts) -> Finding:

@@ -49,16 +49,16 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     """Find `rank-straggler`: the one rank that holds up the others, if there is one."""
     hosts = _common_steps(tables, "step")
     # Ranks with GPUs meet on the device, while the host runs ahead.
-    steps = _common_steps(tables, "device_time") or hosts
-    if not steps:
+    all_steps = _common_steps(tables, "device_time") or hosts
+    if not all_steps:
         return []
-    outside = {key: floats(rows, "duration_ns") - floats(rows, "backward_ns") for key, rows in steps.items()}
+    steps, hosts = _recent(all_steps), _recent(hosts)
+    outside = {key: _outside_ns(rows) for key, rows in steps.items()}
     straggler = max(outside, key=lambda key: float(np.mean(outside[key])))
-    lateness = _excess(outside, straggler)
-    waits = _excess({key: -floats(rows, "backward_ns") for key, rows in steps.items()}, straggler)
+    lateness, waits = _lateness(steps, straggler)
     rows = steps[straggler]
-    lost = min(lateness.seconds, waits.seconds) * len(written(tables, "step", straggler))
-    times = floats(rows, "time_ns")
+    times, count_all = floats(rows, "time_ns"), len(all_steps[straggler])
+    lost = min(excess.seconds for excess in _lateness(all_steps, straggler)) * count_all
     loss = Loss.of(tables, max(lost, 0.0), len(rows), (times[0], times[-1]))
     certain = lateness.seconds > 3 * lateness.error and waits.seconds > 3 * waits.error
     if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or loss.ratio < LEAST_LOST_RATIO:
@@ -73,8 +73,9 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
         phase = "data_wait_ns"  # on the device, a wait for data is a gap between two steps
     retries = _retries(tables, steps)
     by, why = ("data" if phase == "data_wait_ns" else "compute"), _PHASES[phase]
-    if by == "compute" and retries[straggler] > max(count for key, count in retries.items() if key != straggler):
-        by, why = "memory", f"{why}, while its allocator flushed its cache {count(retries[straggler])} times"
+    flushes = retries.pop(straggler)
+    if by == "compute" and all(flushes > other for other in retries.values()):
+        by, why = "memory", f"{why}, while its allocator flushed its cache {count(flushes)} times"
     rank = whole(rows["rank"].iloc[-1])
     excess = {f"{phase.removesuffix('_ns')}_excess_seconds": phases[phase].seconds}
     return [
@@ -88,12 +89,12 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             locus=Locus(
                 host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase.removesuffix("_ns")
             ),
-            since_step=whole(rows["step"].iloc[0]),
+            since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
             evidence=loss.evidence(
                 own_time_excess_seconds=lateness.seconds,
                 others_backward_excess_seconds=waits.seconds,
                 **excess,
-                alloc_retry_count=retries[straggler],
+                **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
             ),
             advice=(_advice(by, rank, lateness.seconds),),
             limited_by=by,
@@ -114,7 +115,7 @@ def _advice(by: str, rank: int | None, seconds: float) -> Advice:
 
 
 def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFrame]:
-    """Return the recent steps that all ranks made, by training process; empty if there are too few to compare."""
+    """Return the steps that all ranks made, by training process; empty if there are too few to compare."""
     steps = {main: written(tables, stream, main) for main in lifecycle_of(tables).mains}
     steps = {
         key: rows[np.isfinite(floats(rows, "backward_ns")) & np.isfinite(floats(rows, "rank"))]
@@ -126,10 +127,24 @@ def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFra
     if len(steps) < 2:
         return {}
     common = pd.Index(sorted(set.intersection(*(set(rows.index) for rows in steps.values()))))
-    common = common[_FIRST_STEPS:][-_RECENT_STEPS:]
+    common = common[_FIRST_STEPS:]
     if len(common) < _MIN_STEPS:
         return {}
     return {key: rows[~rows.index.duplicated()].loc[common] for key, rows in steps.items()}
+
+
+def _recent(steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, pd.DataFrame]:
+    return {key: rows.iloc[-_RECENT_STEPS:] for key, rows in steps.items()}
+
+
+def _outside_ns(rows: pd.DataFrame) -> Floats:
+    return floats(rows, "duration_ns") - floats(rows, "backward_ns")
+
+
+def _lateness(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey) -> tuple[_Excess, _Excess]:
+    """Return how much longer a rank is outside the backward pass than the others, and how much less within it."""
+    within = {key: -floats(rows, "backward_ns") for key, rows in steps.items()}
+    return _excess({key: _outside_ns(rows) for key, rows in steps.items()}, rank), _excess(within, rank)
 
 
 def _excess(values: dict[ProcessKey, Floats], rank: ProcessKey) -> _Excess:
@@ -141,10 +156,10 @@ def _excess(values: dict[ProcessKey, Floats], rank: ProcessKey) -> _Excess:
 
 
 def _retries(tables: RunTables, steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, float]:
-    """Return how often each rank's allocator flushed its cache within the steps; 0 where it is not known."""
+    """Return how often each rank's allocator flushed its cache within the steps; NaN where it is not known."""
     retries = {}
     for key, rows in steps.items():
         memory = between(written(tables, "device_memory", key), floats(rows, "time_ns")[0], math.inf)
         counts = finite(floats(memory, "alloc_retry_count"))
-        retries[key] = float(counts[-1] - counts[0]) if len(counts) else 0.0
+        retries[key] = float(counts[-1] - counts[0]) if len(counts) else math.nan
     return retries

@@ -65,8 +65,8 @@ class Sharing:
 
     @property
     def is_shared(self) -> bool:
-        """True if the workers wait for a shared resource."""
-        return bool(self.because)
+        """True if the workers wait for a shared resource. Where fetches are nearly alike, that stays open."""
+        return bool(self.because) and self.is_sure
 
     @property
     def is_apart(self) -> bool:
@@ -90,7 +90,11 @@ class Sharing:
 
     @property
     def is_sure(self) -> bool:
-        """True if fetches differ more than by the jitter of the machine, so that no second sign is needed."""
+        """True if fetches differ more than by the jitter of the machine.
+
+        Else a busy machine makes fetches late together, and sending a batch while the next one is fetched makes a
+        fetch shorter that begins later. Both signs together are a hint then, and no proof.
+        """
         return self.spread_ratio >= self.jitter_ratio
 
 

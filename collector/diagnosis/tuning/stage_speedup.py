@@ -61,7 +61,10 @@ class WaitSummary(TypedDict):
 
 
 def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
-    """Return the speed-up of each stage of the fetches; none where the replay does not match the measured rate."""
+    """Return the speed-up of each stage of the fetches.
+
+    There is none where the replay does not match the measured rate, or where instant fetches would gain nothing.
+    """
     calibration = calibrate(tables, breakdown.loop)
     if isinstance(calibration, str):
         return {}
@@ -73,9 +76,10 @@ def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]
     shorter = 1 - shares[:, :, np.newaxis] * (1 - _REMAINDERS)
     ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
     rates, waits = replay_shorter_fetches(calibration.trace, calibration.setting, calibration.slowdowns, ratios)
-    if abs(math.log(rates[0] / calibration.batches_per_second)) > CURRENT_ERROR:
+    now, unavoidable = waits[:2]
+    error = abs(math.log(rates[0] / calibration.batches_per_second))
+    if error > CURRENT_ERROR or now <= unavoidable + HEALTHY_WAIT_RATIO:
         return {}
-    unavoidable = waits[1]
     shorter_waits = waits[2:].reshape(len(names), -1)
     busy = (shorter_waits <= unavoidable + HEALTHY_WAIT_RATIO) & (unavoidable <= HEALTHY_WAIT_RATIO)
     seconds = costs.mean(axis=0) / SECOND_NS

@@ -121,6 +121,19 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     assert found["worker-startup"].advice == ()
 
 
+def test_start_of_workers_one_after_the_other_costs_until_the_last_one_is_there():
+    """Spawned workers with a large dataset: the first is ready after 1 s, the training goes on after 3 s."""
+    script = simulate(persistent=False, **STEADY | {"batches": 40, "epochs": 3, "gap": 4.0})
+    for event in script.events:
+        if event["kind"] == "epoch-start":
+            event["begun_ns"] = event["time_ns"] - ns(3.0)
+        elif event["kind"] == "worker-ready":
+            event["time_ns"] -= ns(2.0)
+    found = loading_findings(script)[1]["worker-startup"]
+    assert found.value_of("startup_wait_seconds") == pytest.approx(3.0, abs=0.01)
+    assert found.value_of("worker_ready_seconds") == pytest.approx(1.0, abs=0.01)
+
+
 @pytest.mark.parametrize(("persistent", "kinds"), [(True, []), (False, [("worker-startup", "warning")])])
 def test_sampler_that_draws_an_epoch_at_its_start_is_found(persistent, kinds):
     run = STEADY | {"batches": 100, "epochs": 5, "persistent": persistent, "startup": 0.0 if persistent else 1.0}
@@ -315,6 +328,18 @@ def test_straggler_on_gpus_is_found_from_device_and_host_times():
     script.parts["step"] = [part.assign(backward_ns=ns(0.002)) for part in script.parts["step"]]
     found = find_rank_straggler(script.tables())
     assert [(f.locus.rank, f.limited_by) for f in found] == [(1, "data")]
+
+
+def test_rank_that_became_late_costs_only_the_steps_since():
+    """Rank 1 is late in the last 1,000 of 3,000 steps; only GPUs have an allocator whose cache is flushed."""
+    script = ranks(late=0.0, steps=3000)
+    del script.parts["device_memory"]
+    for part, column in zip(script.parts["step"], ("backward_ns", "forward_ns"), strict=True):
+        part.loc[part["step"] >= 2000, [column, "duration_ns"]] += ns(0.030)
+    [found] = find_rank_straggler(script.tables())
+    assert found.value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
+    assert found.value_of("lost_seconds") == pytest.approx(30, rel=0.05)
+    assert (found.since_step, found.value_of("alloc_retry_count")) == (None, None)
 
 
 def test_ranks_that_make_no_other_wait_are_no_stragglers():

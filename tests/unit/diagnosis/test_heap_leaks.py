@@ -62,6 +62,18 @@ def test_leak_per_step_is_right_although_steps_become_faster():
     assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
 
 
+@pytest.mark.parametrize(("threads", "names"), [(200 * RAMP, True), (4 * RAMP, False), (20 * (RAMP > 0.5), False)])
+def test_a_leak_by_threads_that_never_end_names_them(threads, names):
+    """A few threads, or a pool that starts once, do not explain growth."""
+    script, held = training(), (300 + 200 * RAMP) * MIB
+    counts = np.round(8 + threads)
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, thread_count=counts)
+    sample_host(script, SECONDS, demand=held, total=10**14)
+    [leak] = findings_of(script)
+    assert ("threads that never end" in leak.advice[0].text) == names
+    assert (100 < (leak.value_of("thread_rise_count") or 0) <= 200) == names
+
+
 @pytest.mark.parametrize(
     ("key", "role", "kind"),
     [

@@ -14,6 +14,7 @@ from ended_runs import (
     training,
     with_memory,
 )
+from growing_memory import FLAT, RAMP, memory, training as growing_training
 from simulated_runs import MAIN, MIB, START_SECONDS, Script, sample_host, sample_process
 
 from collector.diagnosis.verdict import diagnose
@@ -27,6 +28,19 @@ def test_oom_kill_names_the_victim_and_its_memory(column):
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.worker, f.locus.pid) for f in found] == [("host-oom-kill", 1, 1001)]
     assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_a_kill_of_a_worker_that_leaked_says_to_fix_its_leak_first(leaks):
+    """Fewer workers only delay the next kill; a worker that does not leak has nothing to fix."""
+    grown = 300 * RAMP if leaks else FLAT
+    script = memory(growing_training(), workers=grown, limit=1024 * MIB, cgroup_oom_kill_count=[0] * 59 + [1])
+    exception(script, "RuntimeError", KILLED_MESSAGE)
+    script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
+    end_run(end_training(end_workers(script, 0)), 1)
+    (kill,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-kill"]
+    assert ("Fix worker-heap-leak first" in kill.advice[0].text) == leaks
+    assert ("Lower num_workers" in kill.advice[0].text) != leaks
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_no_worker_passes_for_a_leak_by_its_noise_where_all_fill_alike(fill, see
     assert [f.kind for f in judged(workers=fills)] == kinds
     [leak] = judged(workers=(fills[0] + 200 * PART, FLAT))
     assert (leak.kind, leak.locus.worker) == ("worker-heap-leak", 0)
+    assert [(each.value, each.n) for each in leak.evidence if each.name == "growing_workers_count"] == [(1, 2)]
 
 
 @pytest.mark.parametrize("growth", [cache(6) + 200 * PART, cache(0.5) + 200 * PART, 200 * PART])

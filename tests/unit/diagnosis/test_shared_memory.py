@@ -74,6 +74,7 @@ def test_a_segment_that_is_filled_with_data_is_no_leak_and_hides_none():
 def test_segments_that_stay_are_a_leak_of_the_run(where):
     leak = findings_of(training(shm=10.0 * AT, **{where: 10.0 * AT}))
     assert [f.kind for f in leak] == ["shm-leak", "shm-exhaustion-risk"]
+    assert leak[1].advice[1].expected == "it is full later, in proportion to its size"
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.05)
     assert len({e.name for e in leak[0].evidence}) >= 2
 

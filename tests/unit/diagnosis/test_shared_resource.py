@@ -77,11 +77,29 @@ def test_independent_workers_are_not_taken_for_sharing(spread, workers):
     assert not any(each.is_shared for each in found)
 
 
-def test_nearly_equal_batches_served_in_turn_are_found():
+def test_nearly_equal_batches_served_in_turn_are_a_hint():
     found = measure(*fetches(in_turn, spread=0.005))
     assert found.queue_sigmas > 2.71
-    assert found.is_shared
-    assert not found.is_sure
+    assert found.because == "fetches are late together, and one that begins later ends no later"
+    assert not found.is_shared
+    assert not found.is_apart
+
+
+def test_a_busy_machine_and_batches_that_are_sent_meanwhile_prove_no_sharing():
+    """Each of two workers waits for itself; it sends a batch before its next fetch or while that is in progress."""
+    draw = np.random.default_rng(0)
+    busy = 0.001 * draw.exponential(1.0, 3000)
+    found = []
+    for worker in range(2):
+        now = 0.013 * worker
+        for _ in range(300):
+            before, after = 0.001 * draw.dirichlet((1, 1))
+            begun = now + 3e-4 + before
+            now = begun + 0.12 + after + busy[int(begun / 0.06)]
+            found.append((begun, now, worker))
+    measured = measure(*map(np.array, zip(*sorted(found), strict=True)))
+    assert measured.because
+    assert not measured.is_shared
 
 
 def test_workers_at_a_fixed_pace_are_not_taken_for_sharing():
@@ -100,7 +118,7 @@ def test_temporarily_busy_machine_is_no_sharing():
     begins, ends, workers = fetches(alone, spread=0.005)
     busy = np.random.default_rng(0).lognormal(0, 0.08, 1000)[(begins // 0.05).astype(np.intp)]
     numbers = workers.astype(np.intp), np.arange(len(begins))
-    assert measure_sharing(begins, ends, (ends - begins) * busy, *numbers).is_shared
+    assert measure_sharing(begins, ends, (ends - begins) * busy, *numbers).because
     assert not measure_sharing(begins, ends, (ends - begins) * busy, *numbers, queued_ratio=0.1).is_shared
 
 

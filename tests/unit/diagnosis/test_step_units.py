@@ -1,7 +1,22 @@
 """Definition of a step, the share of the run that is lost, and values that are unknown without a DataLoader."""
 
+import dataclasses
+
+import numpy as np
 import pytest
-from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, ns, simulate, start_training
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    finish,
+    jittered,
+    ns,
+    sample_host,
+    sample_process,
+    simulate,
+    start_training,
+)
 
 from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.summary import step_unit
@@ -9,7 +24,7 @@ from collector.diagnosis.verdict import diagnose
 from collector.store.runs.run import Run
 from training_harness import layout
 from training_harness.journal import Identity, JournalWriter
-from training_harness.records import MISSING, STEP, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_PASS, UNIT_SCRIPT
+from training_harness.records import MISSING, ROLE_MAIN, STEP, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_PASS, UNIT_SCRIPT
 
 PARENT, CHILDREN = ("node", 50, 4000), [("node", 100 + child, 5000 + child) for child in range(2)]
 
@@ -53,6 +68,29 @@ def test_only_steps_of_the_highest_unit_count(load_steps, steps, count, unit):
     tables = load_steps(*steps)
     assert (len(tables.stream("step")), tables.rows_count("step")) == (count, count)
     assert step_unit(tables) == unit
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_an_actor_that_grows_is_judged_by_its_own_forward_passes(passes):
+    """One process steps an optimizer, another one only makes forward passes, as in reinforcement learning."""
+    learner, actor = CHILDREN
+    script = start_training(start_training(key=learner), key=actor)
+    script.add("step", step_rows(200, UNIT_OPTIMIZER, optimizer_ns=1000.0), learner)
+    seconds = START_SECONDS + 1 + np.arange(50)
+    held = (300 + 5 * np.arange(50)) * MIB
+    sample_process(script, seconds, actor, ROLE_MAIN, private=held, rss=held)
+    sample_host(script, seconds, demand=held, total=10**14)
+    other = Script().add("step", step_rows(400, UNIT_PASS, every=0.1), actor).tables().stream("step")
+    found = diagnose(dataclasses.replace(script.tables(), other_steps=other if passes else None)).findings
+    (leak,) = [finding for finding in found if finding.kind == "main-heap-leak"]
+    assert leak.severity == ("warning" if passes else "info")
+    assert (" per step" in leak.summary, "no batches" in leak.summary) == (passes, not passes)
+
+
+def test_steps_of_lower_units_are_read_apart(load_steps):
+    assert load_steps(*[(UNIT_PASS, None)] * 5).other_steps is None
+    tables = load_steps(*[(UNIT_PASS, None)] * 5 + [(UNIT_OPTIMIZER, 9)] * 3)
+    assert tables.other_steps["step"].tolist() == [0, 1, 2, 3, 4]
 
 
 def trainings(*, rank=None):

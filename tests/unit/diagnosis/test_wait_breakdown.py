@@ -196,6 +196,17 @@ def test_target_per_batch_removes_the_wait():
     )
 
 
+def test_no_stage_is_the_target_of_waits_that_no_stage_causes():
+    """Each batch is made in time but takes 4% of the loop's time to arrive: a faster dataset gains nothing."""
+    script = simulate(**{**SLOW, "service": jittered(0.004), "consumer": jittered(0.02)})
+    for batches in script.parts["batch"]:
+        batches["wait_ns"] += 0.8e6
+        batches["blocked_ns"] = batches["wait_ns"]
+    for steps in script.parts["step"]:
+        steps["data_wait_ns"] += 0.8e6
+    assert speed_ups(script.tables(), only_breakdown(script)) == {}
+
+
 def test_longest_waiting_loop_is_first_in_the_summaries():
     script = simulate(**{**SLOW, "service": jittered(0.001)})
     simulate(script=script, loader=1, begin=1100.0, **SLOW)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from training_harness import layout, session
 from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
-from training_harness.hooks.loading.loader_ids import LoaderRegistry
+from training_harness.hooks.loading.loader_ids import LoaderRegistry, _site
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.training import checkpoints
 from training_harness.hooks.training.devices import FORWARD, OTHER
@@ -61,6 +61,16 @@ def test_registry_of_many_different_loaders_is_bounded(steps):
         numbers.append(register.info(loader).number)
     assert numbers == list(range(999))
     assert len(register._same_settings) < 300
+
+
+def test_loader_is_named_by_its_own_statement_of_a_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "text = 'é'; train = here(sys._getframe()); val = [here(sys._getframe())]\nhere(sys._getframe())\n"
+    )
+    seen = []
+    exec(compile(script.read_text(), script, "exec"), {"here": lambda at: seen.append(_site(at)), "sys": sys})
+    assert [(site["line"], site["variable"]) for site in seen] == [(1, "train"), (1, "val"), (2, None)]
 
 
 def test_unknown_iterator_class_is_reported_once(steps):

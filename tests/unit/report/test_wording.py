@@ -74,6 +74,8 @@ def test_stall_sentence_names_the_rest_of_the_dataset():
     )
     enough = {**stage, "enough_seconds": 0.01}
     assert "hardly any if the dataset code took 10 ms" in wording.stall({**stall, "stages": [enough]})
+    nothing = {**stage, "enough_seconds": 0.0}
+    assert wording.stall({**stall, "stages": [nothing]}).endswith("hardly any if the dataset code took nothing")
     decode = {**stage, "stage": "decode"}
     assert wording.stall({**stall, "stages": [decode]}).endswith("if decode took nothing")
 

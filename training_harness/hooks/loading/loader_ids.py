@@ -8,6 +8,7 @@ iterated.
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import re
 import sys
@@ -207,5 +208,8 @@ def _site(frame: FrameType | None) -> dict[str, Any]:
     if frame is None:
         return {}
     path, line = frame.f_code.co_filename, frame.f_lineno
-    assigned = _ASSIGNED.match(linecache.getline(path, line))
+    text = linecache.getline(path, line)
+    position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    before = text.encode()[: position[2] or 0].decode(errors="ignore")
+    assigned = _ASSIGNED.match(text[before.rfind(";") + 1 :])
     return {"file": path, "line": line, "variable": assigned[1] if assigned else None}
