@@ -38,7 +38,9 @@ def test_collate_that_takes_most_of_a_fetch_is_found():
     kinds, found = loading_findings(simulate(collate_share=0.9, **run))
     assert kinds == [("collate-bound", "warning")]
     assert found["collate-bound"].value_of("collate_ratio") == pytest.approx(0.9, abs=0.01)
-    assert loading_findings(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
+    slow_kinds, slow = loading_findings(with_longer_waits(simulate(collate_share=0.3, **run), 2e-3, blocked=True))
+    assert slow_kinds == [("workers-too-slow", "warning")]
+    assert slow["workers-too-slow"].value_of("hand_over_seconds") is None, "all of the wait counts as starving"
     assert loading_findings(simulate(collate_share=0.9, **STEADY))[0] == []
 
 
