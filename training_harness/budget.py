@@ -14,6 +14,7 @@ from dataclasses import dataclass
 BYTES, BYTES_PER_STEP, RATIO = "bytes", "bytes/step", "ratio"
 #: Name in a budget of the run that `min_throughput` compares with.
 BASELINE = "baseline"
+_UNIT_WORDS = {BYTES: "bytes", BYTES_PER_STEP: "bytes per step", RATIO: "percent"}
 _PREFIXES = "KMGT"
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?(?:([{_PREFIXES}])(i?))?B?", re.IGNORECASE)
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
@@ -43,7 +44,9 @@ class Measure:
         """
         limit = _LIMITS[self.unit](value.strip()) if isinstance(value, str) else None
         if limit is None:
-            raise ValueError(f'{self.name} is {value!r}; give it with its unit, such as "{self.example}"')
+            raise ValueError(
+                f'{self.name} is {value!r}; give it in {_UNIT_WORDS[self.unit]}, as in "{self.example}"'
+            )
         return limit
 
 

@@ -27,9 +27,18 @@ def _answer(moment: Moment) -> str:
     ending = moment.verdict.ending if moment.verdict else None
     if ending is not None:
         return answer(moment.findings, report.unexplained_end(ending.record.exit_status))
-    is_calm = all(finding.is_healthy for finding in moment.findings)
-    calm = "Nothing needs attention" if is_calm else "No warnings. The findings below are information"
+    is_healthy, is_slower = all(finding.is_healthy for finding in moment.findings), bool(list(_slower(moment)))
+    is_calm = is_healthy and not is_slower
+    told = "The steps became slower" if is_healthy else "The findings below are information"
+    calm = "Nothing needs attention" if is_calm else f"No warnings. {told}"
     return answer(moment.findings, f"{calm}{' so far' if moment.is_running and is_calm else ''}.")
+
+
+def _slower(moment: Moment) -> Iterator[Block]:
+    """Say how much slower the steps became, if they did."""
+    if moment.verdict is not None:
+        for words in report.slower_words(moment.verdict.summary["throughput"]["slowdown"]):
+            yield Note(f"The steps became slower: {words}.", icon=":material/trending_down:")
 
 
 def _checks(moment: Moment) -> Iterator[Block]:
@@ -57,6 +66,7 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
         _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=moment.has_loader),
     ]
     yield Metrics(items=items)
+    yield from _slower(moment)
 
 
 def _host_memory(moment: Moment) -> Iterator[Block]:

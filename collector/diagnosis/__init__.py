@@ -8,7 +8,7 @@ from collector.diagnosis.run.tables import ROWS_PER_STREAM
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
 from collector.diagnosis.statistics import MIN_POINTS
 from collector.diagnosis.summary import Machine, machine_of, memory_curve
-from collector.diagnosis.throughput import ThroughputRatio, throughput_ratio
+from collector.diagnosis.throughput import Slowdown, ThroughputRatio, throughput_ratio
 from collector.diagnosis.verdict import Verdict, diagnose
 from collector.findings import Check
 
@@ -24,6 +24,7 @@ __all__ = [
     "ExitRecord",
     "Machine",
     "RunTables",
+    "Slowdown",
     "ThroughputRatio",
     "Verdict",
     "accounts",

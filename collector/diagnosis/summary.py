@@ -27,6 +27,7 @@ from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, step_units
 from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.throughput import Slowdown, slowdown
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
 from collector.store import queries
 from collector.units import is_known
@@ -58,6 +59,7 @@ class Throughput(TypedDict):
     batches_per_second: float | None
     samples_per_second: float | None
     training_loaders: list[int] | None
+    slowdown: Slowdown | None
 
 
 class OutsideStep(TypedDict):
@@ -303,6 +305,7 @@ def _throughput(tables: RunTables) -> Throughput:
         "batches_per_second": _per_second(batch, np.ones(len(batch))),
         "samples_per_second": _per_second(training_batch, samples) if np.isfinite(samples).any() else None,
         "training_loaders": None if loaders is None else sorted({loader for *_, loader in loaders}),
+        "slowdown": slowdown(tables),
     }
 
 

@@ -1,12 +1,14 @@
-"""The throughput of a run against that of another one."""
+"""The pace of a run: against that of another run, and at its end against its beginning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
+import pandas as pd
 
-from collector.diagnosis.run.columns import WRITER, by_process, finite, floats
+from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, finite, floats, median
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -14,6 +16,17 @@ from collector.diagnosis.statistics.rates import rate_ratio
 
 #: Parts of a run whose rates show its scatter, and steps that each of them needs.
 _PARTS_COUNT, _LEAST_STEPS_PER_PART = 20, 2
+#: Steps of which the first and the last fifth are compared, at least; and how much longer the last must take.
+_STEPS_TO_COMPARE, _SLOWER_RATIO = 50, 1.25
+#: Phase of a step -> its column.
+_PHASES = {
+    "data wait": "data_wait_ns",
+    "copies to the device": "h2d_ns",
+    "forward": "forward_ns",
+    "backward": "backward_ns",
+    "the optimizer": "optimizer_ns",
+    "the rest of the step": "other_ns",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,44 @@ class ThroughputRatio:
     high: float | None = None
     n: int | None = None
     reason: str = ""
+
+
+class Slowdown(TypedDict):
+    """Steps that became slower, in seconds: the median step at first and at the end, the phase that grew most."""
+
+    first_seconds: float
+    last_seconds: float
+    phase: str
+    phase_growth_seconds: float
+
+
+def slowdown(tables: RunTables) -> Slowdown | None:
+    """Return how much slower the steps of the training process with the most steps became; None if they did not.
+
+    Their last fifth is compared with their first one, without the warm-up. They became slower if three quarters of
+    them, in both halves of the last fifth, take longer than three quarters of those in the first.
+    """
+    rows = _steady_steps(tables)
+    if len(rows) < _STEPS_TO_COMPARE:
+        return None
+    fifth = len(rows) // 5
+    first, last = rows.iloc[:fifth], rows.iloc[-fifth:]
+    usual = float(np.quantile(floats(first, "duration_ns"), 0.75))
+    halves = np.array_split(floats(last, "duration_ns"), 2)
+    before, now = (median(floats(part, "duration_ns")) for part in (first, last))
+    if any(np.quantile(half, 0.25) <= usual for half in halves) or now < _SLOWER_RATIO * before:
+        return None
+    growths = {
+        phase: np.nan_to_num(median(floats(last, column)) - median(floats(first, column)))
+        for phase, column in _PHASES.items()
+    }
+    phase = max(growths, key=lambda name: growths[name])
+    return {
+        "first_seconds": before / SECOND_NS,
+        "last_seconds": now / SECOND_NS,
+        "phase": phase,
+        "phase_growth_seconds": float(growths[phase]) / SECOND_NS,
+    }
 
 
 def throughput_ratio(tables: RunTables, baseline: RunTables) -> ThroughputRatio:
@@ -57,13 +108,17 @@ def throughput_ratio(tables: RunTables, baseline: RunTables) -> ThroughputRatio:
 
 def _steps(tables: RunTables) -> tuple[Floats, Floats]:
     """Return durations (ns) and samples of the steps after the warm-up, of the process with the most steps."""
+    rows = _steady_steps(tables)
+    return floats(rows, "duration_ns"), floats(rows, "samples_count")
+
+
+def _steady_steps(tables: RunTables) -> pd.DataFrame:
+    """Return the steps of the process with the most, without the first tenth of them."""
     rows = lifecycle_of(tables).of_last_attempt(tables.stream("step"))
     rows = rows[floats(rows, "duration_ns") > 0]
-    if rows.empty:
-        return np.empty(0), np.empty(0)
-    rows = max((of_one for _, of_one in by_process(rows, WRITER)), key=len)
-    rows = rows.iloc[len(rows) // 10 :]
-    return floats(rows, "duration_ns"), floats(rows, "samples_count")
+    if len(rows):
+        rows = max((of_one for _, of_one in by_process(rows, WRITER)), key=len)
+    return rows.iloc[len(rows) // 10 :]
 
 
 def _rates(durations_ns: Floats, counts: Floats) -> Floats:

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         scope_words as scope_words,
         since as since,
         site_words as site_words,
+        slower_words as slower_words,
         stake as stake,
         stall as stall,
         subject as subject,
@@ -124,6 +125,7 @@ _MODULES = {
         "line_words",
         "scope_words",
         "site_words",
+        "slower_words",
     ),
 }
 

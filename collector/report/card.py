@@ -126,6 +126,7 @@ def figures(verdict: Verdict) -> list[tuple[str, str]]:
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
         pairs += [
             ("speed", ", ".join(speeds)),
+            *(("slower", words) for words in wording.slower_words(throughput["slowdown"])),
             ("data wait", _data_wait(verdict)),
             *_stall(verdict),
             *_outside(verdict),
@@ -205,6 +206,8 @@ def calm_words(verdict: Verdict) -> str:
         return f"{begin} No steps or batches were seen."
     if next(_stall(verdict), None) is not None:
         return "No warnings. The line `stall` shows what the run waited for."
+    if verdict.summary["throughput"]["slowdown"] is not None:
+        return "No warnings. The steps became slower: see the line `slower`."
     outside = verdict.summary["outside_step"]
     if outside is not None and outside["ratio"] > _MAINLY_OUTSIDE_RATIO:
         return "No warnings. Most of the time passes outside the step: see the line `outside`."

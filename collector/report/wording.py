@@ -12,7 +12,7 @@ from collector.report import labels
 from collector.units import MISSING, after_steps, duration, number, percent, quantity, size, until
 
 if TYPE_CHECKING:
-    from collector.diagnosis import Check, ExitRecord
+    from collector.diagnosis import Check, ExitRecord, Slowdown
     from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
 
@@ -114,6 +114,16 @@ def stall(exposed: WaitSummary) -> str:
         return words
     ratio, name = min(left, key=lambda pair: pair[0])
     return f"{words}; training would still wait {percent(ratio)} of its time if {subject(name)} took nothing"
+
+
+def slower_words(slowdown: Slowdown | None) -> Iterator[str]:
+    """Yield how much slower the steps became, if they did."""
+    if slowdown is not None:
+        now, before = duration(slowdown["last_seconds"]), duration(slowdown["first_seconds"])
+        yield (
+            f"a step takes {now}, at first {before}: {duration(slowdown['phase_growth_seconds'])} more in "
+            f"{slowdown['phase']}"
+        )
 
 
 def part(name: str) -> str:

@@ -183,6 +183,12 @@ BUS_ERROR = Death(
     advice=SHARED_MEMORY.full_advice,
     confidence=0.95,
 )
+BUS_ERROR_BETWEEN_SAMPLES = replace(
+    BUS_ERROR,
+    sentence="{what} was killed by SIGBUS, probably when /dev/shm was full: {used} of {total} were in use, with "
+    "what it mapped after the last sample.",
+    confidence=0.85,
+)
 CRASHED = Death(
     kind="crashed",
     sentence="{what} ended {by}.",
@@ -235,7 +241,7 @@ INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
     kind="crashed",
-    sentence="{what} ended with {exception}{site}: {headline}",
+    sentence="{what} ended with {exception}{site}{headline}",
     advice=(
         Advice(
             text="Read the traceback on the page Post-mortem, or in events/{host}.{pid}.jsonl of the run",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
+from textwrap import shorten
 from typing import Any
 
 from collector.diagnosis.deaths import catalogue
@@ -18,6 +19,7 @@ from collector.diagnosis.deaths.catalogue import Death
 from collector.diagnosis.deaths.cuda_oom import ended_by_cuda_oom, find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
+from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
@@ -40,6 +42,8 @@ from collector.units import plain_text
 #: Parts of an exception that a worker passed on (torch/_utils.py, ExceptionWrapper): its mark, a traceback line.
 _FROM_WORKER = "in DataLoader worker process"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+#: Break within a sentence of a message.
+_BROKEN_LINE = re.compile(r"\n\s*(?=[a-z])")
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
 #: Signals that programs handle to save their state and end -> the end of such a program.
@@ -47,6 +51,8 @@ _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
     SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
 }
+#: Longest text that quotes a message.
+_QUOTED_CHARACTERS = 300
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
 
 
@@ -54,6 +60,11 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     """Find every victim of a kill, every crash that does not follow from one, and a killed collector."""
     life = lifecycle_of(tables)
     workers = [worker_victim(tables, life, worker) for worker in Workers(life).killed()]
+    raised = [victim for victim in workers if _own_exception(life, victim)]
+    # DataLoader ends the other workers by SIGTERM.
+    failed_mains = {victim.main for victim in raised}
+    followers = [victim for victim in workers if victim.main in failed_mains and victim.signal == SIGTERM]
+    workers = [victim for victim in workers if victim not in (*raised, *followers)]
     mains = [main_victim(tables, life, key, signal) for key, signal in life.killed_mains.items()]
     victims = [*workers, *mains]
     # No process recorded how these ended; the kernel's count of kills may explain it.
@@ -73,9 +84,24 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus, *over)])
     findings += [_kill(victim, is_cancelled=is_cancelled) for victim in rest]
     findings += find_cuda_ooms(tables)
-    findings += _crashes(tables, life, victims)
+    firsts = {victim.main: victim for victim in sorted(raised, key=lambda victim: -victim.gone_ns)}
+    findings += [
+        _crash(tables, life, *of_worker, victim=victim)
+        for victim in firsts.values()
+        if (of_worker := _own_exception(life, victim))
+    ]
+    findings += _crashes(tables, life, [*victims, *raised])
     findings += [_collector_killed(life, event) for event in life.collectors_killed()]
     return findings + find_restarts(life)
+
+
+def _own_exception(life: Lifecycle, victim: Victim) -> tuple[ProcessKey, Mapping[str, Any]] | None:
+    """Return the exception of a worker that ended before DataLoader's loop, which would have passed it on.
+
+    So ends a spawned worker that cannot unpickle its dataset, for example.
+    """
+    address = victim.locus.host, victim.locus.pid
+    return next(((key, event) for key, event in life.exceptions.items() if key[:2] == address), None)
 
 
 def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
@@ -137,14 +163,17 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
     return findings
 
 
-def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
-    message = plain_text(str(event.get("message") or "")).strip()
+def _crash(
+    tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: Victim | None = None
+) -> Finding:
+    """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
+    message = _BROKEN_LINE.sub(" ", plain_text(str(event.get("message") or "")).strip())
     lines = message.splitlines() or [""]
     # An exception of another process quotes its traceback, whose last line is the exception.
     is_quoted = event.get("type") == "ProcessRaisedException" or _FROM_WORKER in lines[0]
     text = f"{lines[-1]} ({lines[0].rstrip('.')})" if is_quoted else f"{event.get('type')}: {message}"
     evidence = [
-        fact("exception", text[:300], "uncaught"),
+        fact("exception", shorten(text.rstrip(": "), _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
         fact(
             "exception_after_seconds",
             round((event["time_ns"] - origin_ns(tables)) / SECOND_NS, 3),
@@ -153,18 +182,30 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
     ]
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
+    line = lines[-1 if is_quoted else 0]
     finding = catalogue.EXCEPTION.finding(
-        locus=life.locus(key),
-        since_step=last_step(tables, key),
+        locus=life.locus(key) if victim is None else victim.locus,
+        since_step=last_step(tables, key if victim is None else victim.main),
         evidence=(*evidence, *last_memory(tables, key)),
-        what=sentence(life.name(key)),
+        went_on="" if victim is None else victim.went_on,
+        what=sentence(life.name(key) if victim is None else victim.what),
         exception=event.get("type"),
         site=_at(event),
-        headline=lines[-1 if is_quoted else 0],
+        headline=f": {line}" if line else ".",
         host=key[0],
         pid=key[1],
     )
-    return replace(finding, summary=finding.summary[:300])
+    finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
+    cause = cause_of(tables, key, event, line)
+    if cause is None:
+        return finding
+    return replace(
+        finding,
+        summary=f"{finding.summary.rstrip('.')}.{cause.sentence}" if cause.sentence else finding.summary,
+        fault=cause.fault,
+        evidence=(*finding.evidence, *cause.evidence),
+        advice=(*cause.advice, *finding.advice),
+    )
 
 
 def _at(event: Mapping[str, Any]) -> str:
@@ -190,7 +231,7 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
             site=_at(messages[-1]),
             message=message,
         )
-        return [replace(finding, summary=finding.summary[:300])]
+        return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]
     if not life.mains:
         return []
     key = life.mains[0]

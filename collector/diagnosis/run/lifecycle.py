@@ -59,11 +59,19 @@ class Lifecycle:
 
     @cached_property
     def _attempts(self) -> dict[ProcessKey, tuple[tuple[str, int | None], int]]:
-        """Training process -> its launcher (host, pid), and the attempt that it is part of."""
+        """Training process -> its launcher (host, pid), and the attempt that it is part of.
+
+        A spawned worker runs the script too. If that trains where it should only define, the worker is no launch.
+        """
+        workers = {
+            (event.get("host"), event.get("pid"), pid)
+            for event in self.tables.events_of("epoch-start")
+            for pid in event.get("worker_pids") or ()
+        }
         return {
             key: ((key[0], whole(event.get("parent_pid"))), whole(event.get("attempt")) or 0)
             for event in self.tables.events_of("process-start")
-            if (key := key_of(event))
+            if (key := key_of(event)) and (key[0], event.get("parent_pid"), key[1]) not in workers
         }
 
     def of_last_attempt(self, rows: pd.DataFrame) -> pd.DataFrame:

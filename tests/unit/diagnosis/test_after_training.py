@@ -1,4 +1,4 @@
-"""What follows the last step, such as an evaluation without a DataLoader: judged as a time without iterations."""
+"""Judge the time after the last step, such as an evaluation without a DataLoader, like one without iterations."""
 
 import numpy as np
 from ended_runs import COLLECTOR, end_run

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, jittered, sample_host, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
 
 from collector.diagnosis.deaths.deaths import find_deaths
 from collector.diagnosis.memory.shared_memory import find_shared_memory
 from collector.diagnosis.verdict import diagnose
-from training_harness.records import ROLE_MAIN
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 COUNT = 60
 SECONDS = np.arange(COUNT) + START_SECONDS + 1
@@ -216,6 +216,33 @@ def test_worker_killed_by_sigbus_with_full_shm_is_blamed_on_it(message):
 @pytest.mark.parametrize("message", [None, BUS_ERROR])
 def test_a_bus_error_with_room_in_dev_shm_is_not_blamed_on_it(message):
     assert kinds(killed_by_sigbus(training(shm=FLAT + 20), message=message)) == ["worker-killed"]
+
+
+@pytest.mark.parametrize(("files", "kind"), [(2.0, "shm-bus-error"), (40.0, "worker-killed")])
+def test_burst_between_two_ticks_is_seen_in_the_samples_between_unless_the_worker_maps_files(files, kind):
+    script = training(shm=FLAT + 4, total=64)
+    worker = ("node", 1001, 7001)
+    held, read = np.full(COUNT, 90 * MIB), files * MIB * AT / COUNT
+    sample_process(
+        script, SECONDS, worker, ROLE_WORKER, private=held, rss=held + read, worker=1, loader=0, file_bytes=read
+    )
+    early = SECONDS[-2] + 0.2 * np.arange(1, 4)
+    rows = [
+        {
+            "time_ns": ns(at),
+            "process_pid": worker[1],
+            "process_start_ticks": worker[2],
+            "rss_bytes": (90 + mapped) * MIB,
+            "anon_bytes": 80 * MIB,
+        }
+        for at, mapped in zip([early[0] - 0.3, *early], (0, 0, 20, 45), strict=True)
+    ]
+    script.add("early_process", rows, ("node", 90, 4900))
+    found = [f for f in findings_of(killed_by_sigbus(script)) if f.locus.role == "worker"]
+    assert [f.kind for f in found] == [kind]
+    if kind == "shm-bus-error":
+        assert "probably when /dev/shm was full" in found[0].summary
+        assert found[0].confidence < 0.9
 
 
 def test_main_process_can_die_of_full_shm():

@@ -55,12 +55,12 @@ def test_values_have_units(name, text, limit):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"max_peak": 3}, 'max_peak is 3; give it with its unit, such as "2 GiB"'),
-        ({"max_peak": "3"}, "with its unit"),
-        ({"max_peak": "3 B/step"}, "with its unit"),
-        ({"max_growth": "3 MiB"}, 'such as "0 B/step"'),
-        ({"max_growth": "-3 B/step"}, 'such as "0 B/step"'),
-        ({"max_data_wait": "0.1"}, 'such as "10 %"'),
+        ({"max_peak": 3}, 'max_peak is 3; give it in bytes, as in "2 GiB"'),
+        ({"max_peak": "3"}, "give it in bytes"),
+        ({"max_peak": "3 B/step"}, "give it in bytes"),
+        ({"max_growth": "3 MiB/s"}, 'give it in bytes per step, as in "0 B/step"'),
+        ({"max_growth": "-3 B/step"}, 'as in "0 B/step"'),
+        ({"max_data_wait": "0.1"}, 'give it in percent, as in "10 %"'),
         ({"max_peek": "3 GiB"}, "'max_peek' is no measure of a budget; give some of max_peak"),
         ({}, "the budget is empty"),
         ({"min_throughput": "95 %"}, 'name it: baseline = "RUN"'),

@@ -108,7 +108,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
         "workers_reporting": (4, 4),
         "summary": {
             "peak": {"run_pss_bytes": 1.9 * GIB, "device_reserved_bytes": None},
-            "throughput": {"steps_per_second": 19.6, "samples_per_second": None},
+            "throughput": {"steps_per_second": 19.6, "samples_per_second": None, "slowdown": None},
             "data_wait_ratio": 0.31,
             "exposed_stall": [STALL],
             "outside_step": None,
@@ -234,6 +234,15 @@ def test_card_without_a_dataloader_shows_time_outside_the_step():
     assert "Most of the time passes outside the step" in text
 
 
+def test_card_of_steps_that_became_slower_says_so_and_has_no_all_clear():
+    slowdown = {"first_seconds": 0.03, "last_seconds": 0.09, "phase": "backward", "phase_growth_seconds": 0.05}
+    summary = verdict().summary
+    known = summary | {"exposed_stall": [], "throughput": summary["throughput"] | {"slowdown": slowdown}}
+    text = " ".join(card(verdict(HEALTHY, summary=known)).split())
+    assert "slower a step takes 90 ms, at first 30 ms: 50 ms more in backward" in text
+    assert "Nothing needs attention" not in text
+
+
 @pytest.mark.parametrize(
     ("unit", "words"),
     [
@@ -256,7 +265,7 @@ def test_card_without_training_claims_neither_health_nor_speed():
 def test_unknown_values_are_a_dash_not_zero():
     unknown = {
         "peak": {"run_pss_bytes": None, "device_reserved_bytes": None},
-        "throughput": {"steps_per_second": None, "samples_per_second": None},
+        "throughput": {"steps_per_second": None, "samples_per_second": None, "slowdown": None},
         "data_wait_ratio": None,
         "exposed_stall": [],
         "outside_step": None,

@@ -1,0 +1,224 @@
+"""Causes that the message of an uncaught exception names: memory, files, /dev/shm, disks, processes, pickles.
+
+The texts are those of the kernel (errno(3)), CPython, NumPy and PyTorch. Figures of the run say whether the machine
+was short of what the program asked for, or the program asked for too much.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from collector.diagnosis.memory import resources
+from collector.diagnosis.memory.exhaustion import FULL_RATIO
+from collector.diagnosis.memory.shared_memory import SharedMemory
+from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, last, peak, sampled
+from collector.diagnosis.run.host_memory import binding_limit
+from collector.diagnosis.run.processes import fact
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Advice, Evidence, Fault
+from collector.store import ProcessKey
+from collector.units import duration, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The cause of an error. `sentence` follows the one about the exception, with a blank before it."""
+
+    sentence: str = ""
+    advice: tuple[Advice, ...]
+    fault: Fault | None = None
+    evidence: tuple[Evidence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Raised:
+    """An exception that ended a training process, in it or in one of its workers."""
+
+    tables: RunTables
+    key: ProcessKey
+    time_ns: float
+    text: str
+    trace: str
+
+    def last_of_host(self, column: str) -> float:
+        """Return the last value that the collector sampled of the host before the exception."""
+        samples = host_samples(self.tables, self.key[0])
+        return last(floats(samples, column)[floats(samples, "time_ns") <= self.time_ns])
+
+
+def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], line: str) -> Cause | None:
+    """Return the cause that an exception names, None if it names none that is known.
+
+    Args:
+        tables: the run.
+        key: the training process.
+        event: its `exception` event.
+        line: the line of the message that says what was raised.
+
+    """
+    text = f"{event.get('type')}: {line}"
+    trace = f"{event.get('traceback')} {event.get('message')}"
+    raised = _Raised(tables=tables, key=key, time_ns=event["time_ns"], text=text, trace=trace)
+    return next((explain(raised) for pattern, explain in _CAUSES if pattern.search(text)), None)
+
+
+_REQUEST = re.compile(r"(?:allocate|mmap) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SMALLER_ARRAY = Advice(
+    text="Check shape and dtype of what is allocated at that line", expected="it fits into the host's memory"
+)
+_PROCESS_LIMITS = Advice(
+    text="Check `ulimit -v`, /proc/sys/vm/overcommit_memory, and, where many small segments are mapped, "
+    "/proc/sys/vm/max_map_count",
+    expected="the process may allocate what the host has",
+)
+
+
+def _memory(raised: _Raised) -> Cause:
+    request = _REQUEST.search(raised.text)
+    asked = float(request[1]) * 1024 ** _UNITS.index(request[2]) if request else math.nan
+    name, limit = binding_limit(raised.tables, raised.key[0])
+    available = raised.last_of_host("memory_available_bytes")
+    known = {"requested_bytes": asked, "memory_available_bytes": available}
+    evidence = tuple(fact(each, round(of), "at the exception") for each, of in known.items() if math.isfinite(of))
+    if asked > limit:
+        sentence = f" It asked for {size(asked)} at once; the limit is {size(limit)} ({name})."
+        return Cause(sentence=sentence, advice=(_SMALLER_ARRAY,), fault="your code", evidence=evidence)
+    if asked < available:
+        sentence = f" The host had {size(available)} available, so a limit of the process refused {size(asked)}."
+        return Cause(sentence=sentence, advice=(_PROCESS_LIMITS,), fault="your settings", evidence=evidence)
+    if available > (1 - FULL_RATIO) * limit:
+        sentence = f" The host had {size(available)} available."
+        return Cause(sentence=sentence, advice=(_SMALLER_ARRAY, _PROCESS_LIMITS), evidence=evidence)
+    return Cause(advice=resources.HOST_MEMORY_WITHOUT_WORKERS.full_advice, evidence=evidence)
+
+
+def _files(raised: _Raised) -> Cause:
+    rows = sampled(raised.tables, raised.key)
+    figures = {name: last(floats(rows, name)) for name in ("fd_count", "fd_limit_count")}
+    evidence = tuple(fact(each, of, "last sample") for each, of in figures.items() if math.isfinite(of))
+    passes_tensors = "torch/multiprocessing" in raised.trace or "set_sharing_strategy" in raised.text
+    resource = resources.OPEN_BATCHES if passes_tensors else resources.OPEN_FILES
+    return Cause(advice=resource.leak_advice, evidence=evidence)
+
+
+def _shared_memory(raised: _Raised) -> Cause:
+    memory = SharedMemory.of(raised.tables, raised.key[0])
+    if not memory.total > 0:
+        return Cause(advice=resources.SHARED_MEMORY.full_advice)
+    return Cause(
+        sentence=f" /dev/shm has {size(memory.total)}.",
+        advice=resources.SHARED_MEMORY.full_advice,
+        fault="your settings",
+        evidence=(fact("shm_used_peak_bytes", peak(memory.used), "run", n=len(memory.used)),),
+    )
+
+
+def _timeout(raised: _Raised) -> Cause:
+    fetches = raised.tables.stream("fetch")
+    longest = peak(floats(fetches, "getitem_ns") + floats(fetches, "collate_ns")) / SECOND_NS
+    stacks = Advice(
+        text="Run `tidegauge stacks` while the training waits, with a longer timeout",
+        expected="it names the worker that is awaited, and the line in which it stands",
+    )
+    if not math.isfinite(longest):
+        return Cause(advice=(stacks,))
+    return Cause(
+        sentence=f" No batch took its worker longer than {duration(longest)} before.",
+        advice=(stacks,),
+        evidence=(fact("longest_fetch_seconds", round(longest, 4), "run", n=len(fetches)),),
+    )
+
+
+def _pickle(raised: _Raised) -> Cause | None:
+    if "multiprocessing" not in raised.trace:
+        return None
+    text = (
+        "Define what the message names at the top level of a module, not as a lambda, in a function or under "
+        "`if __name__`, and open files and connections in the worker; or use multiprocessing_context='fork'"
+    )
+    advice = Advice(text=text, expected="the dataset, its transforms and collate_fn can be sent to the workers")
+    return Cause(advice=(advice,), fault="your code")
+
+
+def _processes(raised: _Raised) -> Cause | None:
+    starts = ("os.fork", "fork_exec", "start_new_thread", "start_joinable_thread", "can't start new thread")
+    if not any(each in raised.trace for each in starts):
+        return None
+    threads = last(floats(sampled(raised.tables, raised.key), "thread_count"))
+    text = (
+        "Check `ulimit -u` and pids.max of the cgroup (docker: --pids-limit); lower num_workers or OMP_NUM_THREADS"
+    )
+    return Cause(
+        sentence=" The limit of processes and threads is met.",
+        advice=(Advice(text=text, expected="the process or thread can be started"),),
+        fault="your settings",
+        evidence=(fact("thread_count", threads, "last sample"),) if math.isfinite(threads) else (),
+    )
+
+
+def _always(cause: Cause) -> Callable[[_Raised], Cause]:
+    return lambda _: cause
+
+
+_MAIN_GUARD = Cause(
+    advice=(
+        Advice(
+            text='Put the code that trains under `if __name__ == "__main__":`',
+            expected="a spawned worker, which imports the script, finds its definitions and starts no training",
+        ),
+    ),
+    fault="your code",
+)
+#: The CUDA runtime reports errors of kernels late (CUDA C++ programming guide, asynchronous errors).
+_KERNEL = Cause(
+    sentence=" A kernel failed before that line.",
+    advice=(
+        Advice(
+            text="Run again with CUDA_LAUNCH_BLOCKING=1, or on the CPU; a failed assertion is mostly an index or a "
+            "label beyond its range",
+            expected="the traceback ends in the call that failed",
+        ),
+    ),
+    fault="your code",
+)
+_DISK = Cause(
+    sentence=" A file could not be written in full.",
+    advice=(
+        Advice(
+            text="Check the room and the quota of the file system that is written to at that line (`df -h`), and "
+            "delete old checkpoints there",
+            expected="the file fits",
+        ),
+    ),
+    fault="this machine",
+)
+_NETWORK = Cause(
+    advice=(
+        Advice(
+            text="Check the server at the other end, and retry with a pause at that line",
+            expected="a short failure of the network does not end the training",
+        ),
+    ),
+    fault="outside",
+)
+#: Text of an error -> its cause, None if the rest of the exception speaks against it; the first that fits counts.
+_CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] = tuple(
+    (re.compile(pattern), explain)
+    for pattern, explain in (
+        (r"shared memory\(shm\) for file|</torch_.*No space left on device", _shared_memory),
+        (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
+        (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
+        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _always(_DISK)),
+        (r"CUDA error: (?:device-side assert|an illegal memory access)", _always(_KERNEL)),
+        (r"DataLoader timed out", _timeout),
+        (r"finished its bootstrapping phase", _always(_MAIN_GUARD)),
+        (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
+        (r"can't start new thread|Resource temporarily unavailable", _processes),
+        (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _always(_NETWORK)),
+    )
+)

@@ -1,0 +1,135 @@
+"""Errors whose message names the cause: what the verdict adds from the run's own figures, and what it advises."""
+
+import pytest
+from ended_runs import DEATHS, WORKERS, end_run, end_training, end_workers, exception, training
+from simulated_runs import MAIN, MIB, START_SECONDS, sample_host, sample_process
+
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN
+
+GIB = 1024 * MIB
+TORCH_REFUSED = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate {} bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def crash(kind, message, *, trace="…", demand=4 * GIB):
+    """Return the finding on a training that ends with an exception, on a host of 24 GiB."""
+    script = training()
+    seconds = [START_SECONDS + second for second in range(3)]
+    sample_host(script, seconds, demand=[demand] * 3, memory_available_bytes=[24 * GIB - demand] * 3)
+    sample_process(
+        script, seconds, MAIN, ROLE_MAIN, private=[MIB] * 3, rss=[MIB] * 3, fd_count=[99] * 3, thread_count=[40] * 3
+    )
+    script.event(script.now_seconds - 0.5, "exception", type=kind, message=message, traceback=trace)
+    verdict = diagnose(end_run(end_training(end_workers(script)), 1).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert found.kind == "crashed"
+    return found
+
+
+def test_request_beyond_all_memory_points_to_the_shape():
+    found = crash("RuntimeError", TORCH_REFUSED.format(400 * GIB))
+    assert "It asked for 400 GiB at once; the limit is 24 GiB (host memory)." in found.summary
+    assert found.advice[0].text.startswith("Check shape and dtype")
+    assert found.fault == "your code"
+
+
+def test_request_that_the_host_could_meet_points_to_a_limit_of_the_process():
+    found = crash("_ArrayMemoryError", "Unable to allocate 7.5 GiB for an array with shape (1000000000,)")
+    assert "The host had 20 GiB available, so a limit of the process refused 7.5 GiB." in found.summary
+    assert "ulimit -v" in found.advice[0].text
+    assert found.value_of("requested_bytes") == 7.5 * GIB
+
+
+def test_request_on_a_full_host_points_to_what_holds_the_memory():
+    found = crash("MemoryError", "", demand=23.5 * GIB)
+    assert found.summary.endswith("ended with MemoryError.")
+    assert found.advice[0].text == "Hold less memory in the training process"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "trace", "advice"),
+    [
+        ("OSError", "[Errno 24] Too many open files: 'a.jpg'", "", "List the open files"),
+        (
+            "RuntimeError",
+            "received 0 items of ancdata",
+            "torch/multiprocessing/reductions.py",
+            "Do not keep batches",
+        ),
+        (
+            "RuntimeError",
+            "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)",
+            "",
+            "Give /dev/shm more room",
+        ),
+        ("OSError", "[Errno 28] No space left on device", "", "Check the room and the quota"),
+        (
+            "RuntimeError",
+            "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534",
+            "",
+            "Check the room and the quota",
+        ),
+        ("RuntimeError", "DataLoader timed out after 5 seconds", "", "Run `tidegauge stacks`"),
+        (
+            "AttributeError",
+            "Can't pickle local object 'main.<locals>.<lambda>'",
+            "multiprocessing/reduction.py",
+            "Define what the message names at the top level",
+        ),
+        (
+            "AcceleratorError",
+            "CUDA error: device-side assert triggered",
+            "",
+            "Run again with CUDA_LAUNCH_BLOCKING=1",
+        ),
+        ("RuntimeError", "can't start new thread", "threading.py", "Check `ulimit -u`"),
+        ("BlockingIOError", "[Errno 11] Resource temporarily unavailable", "os.fork()", "Check `ulimit -u`"),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", "Check the server at the other end"),
+    ],
+)
+def test_known_error_comes_with_advice_for_its_cause_and_then_the_traceback(kind, message, trace, advice):
+    first, *_, last = crash(kind, message, trace=f"Traceback\n{trace}\n{kind}: {message}").advice
+    assert first.text.startswith(advice)
+    assert last.text.startswith("Read the traceback")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ValueError", "loss is NaN"),
+        ("TypeError", "cannot pickle 'Lock' object"),  # by the user's own pickle.dump
+        ("BlockingIOError", "[Errno 11] Resource temporarily unavailable"),  # of a socket
+    ],
+)
+def test_other_errors_come_with_their_traceback_alone(kind, message):
+    (advice,) = crash(kind, message).advice
+    assert advice.text.startswith("Read the traceback")
+
+
+def test_slow_batches_before_a_timeout_are_told():
+    found = crash("RuntimeError", "DataLoader timed out after 5 seconds")
+    assert "No batch took its worker longer than" in found.summary
+    assert 0.01 < found.value_of("longest_fetch_seconds") < 0.02
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_exception_of_a_worker_that_has_not_started_is_the_cause(trains):
+    script = exception(training(), "RuntimeError", "DataLoader worker (pid(s) 1001) exited unexpectedly")
+    script.events = [event for event in script.events if event["kind"] != "worker-start"]
+    if trains:  # the script trains where it should only define
+        script.event(START_SECONDS + 1, "process-start", WORKERS[1], argv=["python"], parent_pid=MAIN[1])
+    begun = script.now_seconds - 0.9
+    text = "\n    An attempt has been made to start a new process before the\n    current process has finished its \
+bootstrapping phase.\n\n    This probably means"
+    script.event(begun, "exception", WORKERS[1], type="RuntimeError", message=text, traceback="…")
+    for worker, code in ((1, 1), (0, -15)):
+        died = {"worker": worker, "worker_pid": 1000 + worker, "exit_code": code, "last_index": worker}
+        script.event(begun + 0.2, "worker-died", loader=0, epoch=0, **died)
+    verdict = diagnose(end_run(end_training(script), 1).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (found.kind, found.locus.role, found.locus.worker, found.locus.pid) == ("crashed", "worker", 1, 1001)
+    assert "before the current process has finished its bootstrapping phase" in found.summary
+    assert found.advice[0].text.startswith('Put the code that trains under `if __name__ == "__main__":`')
