@@ -95,6 +95,9 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
     if payload == 32 * MIB:
         assert "MiB/s" in found["copy-bound"].summary
         assert found["copy-bound"].value_of("made_before_asked_ratio") == pytest.approx(1.0, abs=0.02)
+        rates = [float(word) for word in found["copy-bound"].advice[0].expected.split() if word[0].isdigit()]
+        without_bytes, without_transfer = 1 / (0.06 - 1 / 32), 1 / (0.06 - 0.049)
+        assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
 
 
 @pytest.mark.parametrize(
