@@ -49,7 +49,7 @@ _OTHERS_TOO = (
 )
 _UNKNOWN = " Neither the run's processes nor its cgroup nor the kernel's count shows as much: its owner is unknown."
 _UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
-_FOREIGN = " No process of the run was seen to use shared memory, so it is probably another program's."
+_FOREIGN = " No process of the run was seen to map it: it is another program's, or files that the run writes there."
 #: Process that Python starts with the first named segment or semaphore (multiprocessing/resource_tracker.py).
 _TRACKER = "multiprocessing.resource_tracker"
 #: Mapped shared memory below this is that of semaphores and of libraries that register themselves.

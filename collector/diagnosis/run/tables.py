@@ -92,8 +92,8 @@ class RunTables:
         now_ns: CLOCK_MONOTONIC at the moment of reading; for a run of another boot, its last record.
         lost_count: records that writers could not write.
         totals: the rows of each stream over the whole run.
-        other_steps: the newest steps of a lower unit than those of the stream, such as the forward passes of an
-            actor while a learner steps an optimizer.
+        other_steps: time and number of the newest steps of a lower unit than those of the stream, such as the
+            forward passes of an actor while a learner steps an optimizer; None without any.
         grown: allocations that processes made between two moments and still hold, by source line.
         problems: one line of text for each thing that could not be read; the tables lack it.
     """
@@ -186,10 +186,11 @@ def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Tota
     if len(units) < 2:
         return _stream(snapshot, "step", total), total, None
     unit, n, first_ns, last_ns = map(int, units.iloc[0])
+    few = ", ".join(f'"{column.name}"' for column in IDENTITY) + ", time_ns, step"
     newest = f'FROM "step" WHERE {_UNIT} {{}} {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
-    columns = columns_sql("step")
     rows, others = (
-        snapshot.query(f"SELECT {columns} FROM ({newest.format(sign)}) ORDER BY time_ns") for sign in ("=", "<")
+        snapshot.query(f"SELECT {names} FROM ({newest.format(sign)}) ORDER BY time_ns")
+        for names, sign in ((columns_sql("step"), "="), (few, "<"))
     )
     return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns), others
 

@@ -66,11 +66,12 @@ class LoadingCase:
 
     @property
     def pace_evidence(self) -> tuple[Evidence, ...]:
-        """Parts of the loop's time per batch."""
+        """Parts of the loop's time per batch; without the transfer where all of the wait counts as starving."""
+        transfer = {"hand_over_seconds": self.steady.transfer} if self.steady.transfer else {}
         return self.measured(
             starved_ratio=self.steady.starved_ratio,
             data_wait_ratio=self.steady.wait_ratio,
-            hand_over_seconds=self.steady.transfer,
+            **transfer,
             consumer_seconds=self.steady.consumer,
         )
 

@@ -341,7 +341,7 @@ def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
         text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
         "shared memory. Also transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the "
         "device",
-        expected=f"{_without(case.steady, waits.copy_seconds)} if nothing is copied twice",
+        expected=f"{_without_copies(case.steady, waits)} if nothing is copied twice",
         effect="changes results",
     )
     instead_of = f"{duration(waits.transfer_seconds)} for its transfer"
@@ -362,7 +362,7 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
     advice = Advice(
         text="Transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the device; then "
         "compare with a short run with pin_memory=False",
-        expected=f"{_without(case.steady, waits.copy_seconds)} if pinning costs nothing",
+        expected=f"{_without_copies(case.steady, waits)} if pinning costs nothing",
         effect="changes results",
     )
     return dataclasses.replace(
@@ -429,6 +429,12 @@ def _waits(steady: Pace) -> str:
 def _without(steady: Pace, less_seconds: float) -> str:
     """Return the highest throughput if a batch took less time, in words."""
     return f"up to {_batches_per_second(steady.interval - less_seconds)} instead of {number(1 / steady.interval)}"
+
+
+def _without_copies(steady: Pace, waits: HandOver) -> str:
+    """Return the throughput without what the bytes take of a transfer for certain, and without all of it."""
+    least, most = (1 / max(steady.interval - less, 1e-6) for less in (waits.copy_seconds, waits.excess_seconds))
+    return f"{number(least)} to {number(most)} batches/s instead of {number(1 / steady.interval)}"
 
 
 def _batches_per_second(interval: float) -> str:

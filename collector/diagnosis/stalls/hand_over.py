@@ -60,11 +60,15 @@ class HandOver:
         return f"{size(self.payload_bytes)} take {duration(self.transfer_seconds)} after they are made ({rate}/s)"
 
     @property
+    def excess_seconds(self) -> float:
+        """Time of the transfer beyond that of a small batch."""
+        return self.transfer_seconds - HAND_OVER_SECONDS
+
+    @property
     def copy_seconds(self) -> float:
-        """Time of the transfer beyond a small batch's that the bytes take; 0 if they explain too little of it."""
-        excess = self.transfer_seconds - HAND_OVER_SECONDS
-        by_bytes = min(excess, np.nan_to_num(self.payload_bytes) / TRANSFER_RATE)
-        return by_bytes if by_bytes >= _EXPLAINED_RATIO * excess else 0.0
+        """The part of the excess that the bytes take for certain; 0 if they explain too little of it."""
+        by_bytes = min(self.excess_seconds, np.nan_to_num(self.payload_bytes) / TRANSFER_RATE)
+        return by_bytes if by_bytes >= _EXPLAINED_RATIO * self.excess_seconds else 0.0
 
 
 def hand_over(tables: RunTables, loop: Loop) -> HandOver:

@@ -38,7 +38,9 @@ def test_collate_that_takes_most_of_a_fetch_is_found():
     kinds, found = loading_findings(simulate(collate_share=0.9, **run))
     assert kinds == [("collate-bound", "warning")]
     assert found["collate-bound"].value_of("collate_ratio") == pytest.approx(0.9, abs=0.01)
-    assert loading_findings(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
+    slow_kinds, slow = loading_findings(with_longer_waits(simulate(collate_share=0.3, **run), 2e-3, blocked=True))
+    assert slow_kinds == [("workers-too-slow", "warning")]
+    assert slow["workers-too-slow"].value_of("hand_over_seconds") is None, "all of the wait counts as starving"
     assert loading_findings(simulate(collate_share=0.9, **STEADY))[0] == []
 
 
@@ -93,6 +95,9 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
     if payload == 32 * MIB:
         assert "MiB/s" in found["copy-bound"].summary
         assert found["copy-bound"].value_of("made_before_asked_ratio") == pytest.approx(1.0, abs=0.02)
+        rates = [float(word) for word in found["copy-bound"].advice[0].expected.split() if word[0].isdigit()]
+        without_bytes, without_transfer = 1 / (0.06 - 1 / 32), 1 / (0.06 - 0.049)
+        assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_growth_beside_a_run_that_uses_no_shared_memory_is_no_warning():
     found = findings_of(script)
     assert "shm-leak" in {finding.kind for finding in found}
     assert {finding.severity for finding in found} == {"info"}
-    assert "probably another program's" in found[0].summary
+    assert "another program's, or files that the run writes there" in found[0].summary
     tracker = {
         "process_pid": 71,
         "process_start_ticks": 4871,
