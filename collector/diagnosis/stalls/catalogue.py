@@ -433,8 +433,9 @@ def _without(steady: Pace, less_seconds: float) -> str:
 
 def _without_copies(steady: Pace, waits: HandOver) -> str:
     """Return the throughput without what the bytes take of a transfer for certain, and without all of it."""
-    least, most = (1 / max(steady.interval - less, 1e-6) for less in (waits.copy_seconds, waits.excess_seconds))
-    return f"{number(least)} to {number(most)} batches/s instead of {number(1 / steady.interval)}"
+    spared = (waits.copy_seconds, waits.excess_seconds)
+    bounds = dict.fromkeys(number(1 / max(steady.interval - less, 1e-6)) for less in spared)
+    return f"{' to '.join(bounds)} batches/s instead of {number(1 / steady.interval)}"
 
 
 def _batches_per_second(interval: float) -> str:

@@ -100,6 +100,14 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
         assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
 
 
+def test_transfer_that_the_bytes_explain_as_a_whole_has_one_throughput_without_it():
+    script = simulate(**STEADY | {"consumer": jittered(0.06)})
+    _, found = loading_findings(
+        with_longer_waits(script, 0.05, blocked=True, payload_bytes=96 * MIB, ready_count=2)
+    )
+    assert " to " not in found["copy-bound"].advice[0].expected
+
+
 @pytest.mark.parametrize(
     ("collate", "kind"), [("default_collate", "pin-bound"), ("pad", "cannot-tell"), (None, "cannot-tell")]
 )
