@@ -14,6 +14,7 @@ from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS
 from collector import report
+from collector.diagnosis import Slowdown
 from collector.findings import KINDS
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
@@ -27,18 +28,15 @@ def _answer(moment: Moment) -> str:
     ending = moment.verdict.ending if moment.verdict else None
     if ending is not None:
         return answer(moment.findings, report.unexplained_end(ending.record.exit_status))
-    is_healthy, is_slower = all(finding.is_healthy for finding in moment.findings), bool(list(_slower(moment)))
-    is_calm = is_healthy and not is_slower
+    is_healthy = all(finding.is_healthy for finding in moment.findings)
+    is_calm = is_healthy and _slowdown(moment) is None
     told = "The steps became slower" if is_healthy else "The findings below are information"
     calm = "Nothing needs attention" if is_calm else f"No warnings. {told}"
     return answer(moment.findings, f"{calm}{' so far' if moment.is_running and is_calm else ''}.")
 
 
-def _slower(moment: Moment) -> Iterator[Block]:
-    """Say how much slower the steps became, if they did."""
-    if moment.verdict is not None:
-        for words in report.slower_words(moment.verdict.summary["throughput"]["slowdown"]):
-            yield Note(f"The steps became slower: {words}.", icon=":material/trending_down:")
+def _slowdown(moment: Moment) -> Slowdown | None:
+    return moment.verdict.summary["throughput"]["slowdown"] if moment.verdict else None
 
 
 def _checks(moment: Moment) -> Iterator[Block]:
@@ -66,7 +64,9 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
         _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=moment.has_loader),
     ]
     yield Metrics(items=items)
-    yield from _slower(moment)
+    if slowdown := _slowdown(moment):
+        words = report.slower_words(slowdown)
+        yield Note(f"The steps became slower: {words}.", icon=":material/trending_down:")
 
 
 def _host_memory(moment: Moment) -> Iterator[Block]:

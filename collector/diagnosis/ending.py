@@ -19,7 +19,7 @@ from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, ori
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
-from collector.diagnosis.run.processes import message_line, process_at, sentence, signal_name
+from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Finding, Limit, Locus
 from collector.units import duration, number, percent, size
@@ -236,7 +236,7 @@ def _error(event: Mapping[str, Any]) -> str:
 
 
 def _first_line(event: Mapping[str, Any]) -> str:
-    line = message_line(event)
+    line = message_lines(event)[0]
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
 
 

@@ -123,9 +123,10 @@ def figures(verdict: Verdict) -> list[tuple[str, str]]:
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
+        pairs.append(("speed", ", ".join(speeds)))
+        if throughput["slowdown"] is not None:
+            pairs.append(("slower", wording.slower_words(throughput["slowdown"])))
         pairs += [
-            ("speed", ", ".join(speeds)),
-            *(("slower", words) for words in wording.slower_words(throughput["slowdown"])),
             ("data wait", _data_wait(verdict)),
             *_stall(verdict),
             *_outside(verdict),

@@ -116,14 +116,11 @@ def stall(exposed: WaitSummary) -> str:
     return f"{words}; training would still wait {percent(ratio)} of its time if {subject(name)} took nothing"
 
 
-def slower_words(slowdown: Slowdown | None) -> Iterator[str]:
-    """Yield how much slower the steps became, if they did."""
-    if slowdown is not None:
-        now, before = duration(slowdown["last_seconds"]), duration(slowdown["first_seconds"])
-        yield (
-            f"a step takes {now}, at first {before}: {duration(slowdown['phase_growth_seconds'])} more in "
-            f"{slowdown['phase']}"
-        )
+def slower_words(slowdown: Slowdown) -> str:
+    """Return how much slower the steps became, and in which phase."""
+    now, before = duration(slowdown["last_seconds"]), duration(slowdown["first_seconds"])
+    more = duration(slowdown["phase_growth_seconds"])
+    return f"a step takes {now}, at first {before}: {more} more in {slowdown['phase']}"
 
 
 def part(name: str) -> str:

@@ -24,18 +24,15 @@ from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
-from collector.diagnosis.run.processes import last_memory, last_step, message_line, sentence, signal_name
+from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus, fact
 from collector.stacks import Frame
 from collector.store import ProcessKey
-from collector.units import plain_text
 
 #: Parts of an exception that a worker passed on (torch/_utils.py, ExceptionWrapper): its mark, a traceback line.
 _FROM_WORKER = "in DataLoader worker process"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
-#: Break within a sentence of a message.
-_BROKEN_LINE = re.compile(r"\n\s*(?=[a-z])")
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
 #: Signals that programs handle to save their state and end -> the end of such a program.
@@ -52,11 +49,11 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     """Find every victim of a kill, every crash that does not follow from one, and a killed collector."""
     life = lifecycle_of(tables)
     workers = [worker_victim(life, worker) for worker in Workers(life).killed()]
-    raised = [victim for victim in workers if _own_exception(life, victim)]
+    raised = _raised(life, workers)
+    failed_mains = {victim.main for victim in raised.values()}
     # DataLoader ends the other workers by SIGTERM.
-    failed_mains = {victim.main for victim in raised}
     followers = [victim for victim in workers if victim.main in failed_mains and victim.signal == SIGTERM]
-    workers = [victim for victim in workers if victim not in (*raised, *followers)]
+    workers = [victim for victim in workers if victim not in (*raised.values(), *followers)]
     mains = [main_victim(life, key, signal) for key, signal in life.killed_mains.items()]
     victims = [*workers, *mains]
     # No process recorded how these ended; the kernel's count of kills may explain it.
@@ -76,24 +73,21 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus, *over)])
     findings += [_kill(victim, is_cancelled=is_cancelled) for victim in rest]
     findings += find_cuda_ooms(tables)
-    firsts = {victim.main: victim for victim in sorted(raised, key=lambda victim: -victim.gone_ns)}
-    findings += [
-        _crash(life, *of_worker, victim=victim)
-        for victim in firsts.values()
-        if (of_worker := _own_exception(life, victim))
-    ]
-    findings += _crashes(life, [*victims, *raised])
+    last_to_first = sorted(raised.items(), key=lambda item: -item[1].gone_ns)
+    firsts = {victim.main: (key, victim) for key, victim in last_to_first}
+    findings += [_crash(life, key, life.exceptions[key], victim) for key, victim in firsts.values()]
+    findings += _crashes(life, [*victims, *raised.values()])
     findings += [_collector_killed(life, event) for event in life.collectors_killed()]
     return findings + find_restarts(life)
 
 
-def _own_exception(life: Lifecycle, victim: Victim) -> tuple[ProcessKey, Mapping[str, Any]] | None:
-    """Return the exception of a worker that ended before DataLoader's loop, which would have passed it on.
+def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Victim]:
+    """Return the workers with an exception of their own, before DataLoader's loop, which would have passed it on.
 
     So ends a spawned worker that cannot unpickle its dataset, for example.
     """
-    address = victim.locus.host, victim.locus.pid
-    return next(((key, event) for key, event in life.exceptions.items() if key[:2] == address), None)
+    victims = {(victim.locus.host, victim.locus.pid): victim for victim in workers}
+    return {key: victims[key[:2]] for key in life.exceptions if key[:2] in victims}
 
 
 def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
@@ -157,11 +151,10 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
 
 def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
-    message = _BROKEN_LINE.sub(" ", plain_text(str(event.get("message") or "")).strip())
-    lines = message.splitlines() or [""]
+    lines = message_lines(event)
     # An exception of another process quotes its traceback, whose last line is the exception.
     is_quoted = event.get("type") == "ProcessRaisedException" or _FROM_WORKER in lines[0]
-    text = f"{lines[-1]} ({lines[0].rstrip('.')})" if is_quoted else f"{event.get('type')}: {message}"
+    text = f"{lines[-1]} ({lines[0].rstrip('.')})" if is_quoted else f"{event.get('type')}: {' '.join(lines)}"
     evidence = [
         fact("exception", shorten(text.rstrip(": "), _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
         fact(
@@ -213,7 +206,7 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     messages = [event for event in events if key_of(event) in (*life.mains, life.command)]
     exit_fact = fact("exit_status", code, "of the command")
     if code == 1 and messages and (caller := key_of(messages[-1])) is not None:
-        message = message_line(messages[-1])
+        message = message_lines(messages[-1])[0]
         finding = catalogue.EXIT_WITH_MESSAGE.finding(
             locus=life.locus(caller),
             since_step=last_step(life.tables, caller),

@@ -43,11 +43,6 @@ class _Raised:
     text: str
     trace: str
 
-    def last_of_host(self, column: str) -> float:
-        """Return the last value that the collector sampled of the host before the exception."""
-        samples = host_samples(self.tables, self.key[0])
-        return last(floats(samples, column)[floats(samples, "time_ns") <= self.time_ns])
-
 
 def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], line: str) -> Cause | None:
     """Return the cause that an exception names, None if it names none that is known.
@@ -81,7 +76,9 @@ def _memory(raised: _Raised) -> Cause:
     request = _REQUEST.search(raised.text)
     asked = float(request[1]) * 1024 ** _UNITS.index(request[2]) if request else math.nan
     name, limit = binding_limit(raised.tables, raised.key[0])
-    available = raised.last_of_host("memory_available_bytes")
+    samples = host_samples(raised.tables, raised.key[0])
+    is_before = floats(samples, "time_ns") <= raised.time_ns
+    available = last(floats(samples, "memory_available_bytes")[is_before])
     known = {"requested_bytes": asked, "memory_available_bytes": available}
     evidence = tuple(fact(each, round(of), "at the exception") for each, of in known.items() if math.isfinite(of))
     if asked > limit:

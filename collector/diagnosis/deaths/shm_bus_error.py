@@ -13,7 +13,7 @@ from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.host_oom_kill import end_window
 from collector.diagnosis.deaths.victims import Victim
 from collector.diagnosis.memory.shared_memory import SharedMemory
-from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, floats, peak, sampled
+from collector.diagnosis.run.columns import MIB, SECOND_NS, early_samples, finite, floats, peak, sampled
 from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -70,7 +70,6 @@ class _Filling:
         used: its highest use. The victim's part is given back at once, so the tick after its end may show it empty.
         increase: its largest increase between two samples.
         mapped: part of `used` that the victim mapped after the last tick before its end; 0 if the ticks suffice.
-
     """
 
     memory: SharedMemory
@@ -82,9 +81,8 @@ class _Filling:
     def fills(self) -> bool:
         """True if /dev/shm was as good as full."""
         batches = self.memory.batch * self.memory.workers
-        return self.memory.total - self.used <= max(
-            2 * self.increase, batches
-        )  # `max` ignores an unknown (NaN) size
+        room = max(2 * self.increase, batches)  # `max` ignores an unknown (NaN) size here
+        return self.memory.total - self.used <= room
 
     @classmethod
     def of(cls, tables: RunTables, victim: Victim) -> _Filling:
@@ -110,10 +108,7 @@ def _mapped_rises(tables: RunTables, key: ProcessKey, since_ns: float) -> Floats
 
     None in a process that read mapped files before.
     """
-    early, ticks = tables.stream("early_process"), sampled(tables, key)
-    early = early[(early["process_pid"] == key[1]) & (early["process_start_ticks"] == key[2])]
-    early = early[early["host"] == key[0]]
-    file_bytes = finite(floats(ticks, "file_bytes"))
+    early, file_bytes = early_samples(tables, key), finite(floats(sampled(tables, key), "file_bytes"))
     if len(early) < 2 or not len(file_bytes) or file_bytes[-1] - np.median(file_bytes) > _READS_FILES_BYTES:
         return np.zeros(1)
     times, mapped = floats(early, "time_ns"), floats(early, "rss_bytes") - floats(early, "anon_bytes")

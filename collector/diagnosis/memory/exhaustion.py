@@ -106,7 +106,8 @@ def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Ev
     for chance in chances:
         share = quantity(chance.value, chance.unit)
         summary += f" In {share} of the simulated futures the limit is met before the end, {chance.window}."
-    window = window_text(tables, *use.span_ns(trend))
+    span_ns = use.span_ns(trend)
+    window = window_text(tables, *span_ns)
     headroom = fact(f"headroom_{limit.unit}", round(course.headroom), "last samples", n=len(use.times))
     return Finding(
         kind=course.resource.risk,
@@ -114,7 +115,7 @@ def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Ev
         confidence=round(min(0.95, 0.6 + 0.35 * min(1.0, trend.low / trend.slope)), 2),
         summary=summary,
         locus=use.locus,
-        since_step=step_at(tables, use.key, use.span_ns(trend)[0]),
+        since_step=step_at(tables, use.key, span_ns[0]),
         evidence=(
             fact("demand_slope", round(trend.slope, 3), window, unit=f"{limit.unit}/s", n=trend.n),
             headroom,

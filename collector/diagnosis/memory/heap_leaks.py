@@ -117,7 +117,7 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     finding = _growth_in(tables, key, while_it_runs, is_iterating=trains or bool(life.watched))
     if finding is None and trains:
         finding = _growth_in(tables, key, after_training(tables, key), is_iterating=False)
-        # What ended by itself was no growth without bound.
+        # Growth that ended by itself has a bound.
         if finding is not None and life.status() == "finished":
             return replace(finding, severity="info")
     return finding

@@ -177,17 +177,24 @@ def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     return tables.once(("sampled", key), find)
 
 
+def early_samples(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """Return the collector's samples of this process between its ticks."""
+    host, pid, ticks = key
+    early = tables.stream("early_process")
+    rows = early[(early["process_pid"] == pid) & (early["process_start_ticks"] == ticks)]
+    return rows[rows["host"] == host]
+
+
 def with_early_samples(tables: RunTables, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the samples of one process, with those between the ticks if they cover the same time.
 
     Those have resident memory and descriptors alone; swapped memory is that of the tick before. Where they cover a
     part of the time, a trend would give that part more weight than the rest.
     """
-    early = tables.stream("early_process")
-    if len(rows) < 2 or early.empty:
+    if len(rows) < 2:
         return rows
     host, pid, ticks = rows[PROCESS].iloc[0]
-    early = early[(early["process_pid"] == pid) & (early["process_start_ticks"] == ticks) & (early["host"] == host)]
+    early = early_samples(tables, (host, pid, ticks))
     times = floats(rows, "time_ns")
     early_times = floats(early, "time_ns")
     early = early[(early_times > times[0]) & (early_times < times[-1])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from signal import Signals
 from typing import Any
@@ -15,6 +16,9 @@ from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 from collector.units import plain_text
+
+#: Break within a sentence of a message.
+_BROKEN_LINE = re.compile(r"\n\s*(?=[a-z])")
 
 
 def sentence(words: str) -> str:
@@ -72,9 +76,10 @@ def last_step(tables: RunTables, key: ProcessKey) -> int | None:
     return step_at(tables, key, float(tables.now_ns))
 
 
-def message_line(event: Mapping[str, Any]) -> str:
-    """Return the first line of the message that an event recorded."""
-    return (plain_text(str(event.get("message") or "")).strip().splitlines() or [""])[0]
+def message_lines(event: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the message that an event recorded, at least one; no line ends within a sentence."""
+    message = plain_text(str(event.get("message") or "")).strip()
+    return _BROKEN_LINE.sub(" ", message).splitlines() or [""]
 
 
 def signal_name(number: int | None) -> str | None:

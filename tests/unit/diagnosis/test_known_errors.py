@@ -132,4 +132,5 @@ bootstrapping phase.\n\n    This probably means"
     (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
     assert (found.kind, found.locus.role, found.locus.worker, found.locus.pid) == ("crashed", "worker", 1, 1001)
     assert "before the current process has finished its bootstrapping phase" in found.summary
+    assert any("its bootstrapping phase" in happening.text for happening in verdict.ending.happenings)
     assert found.advice[0].text.startswith('Put the code that trains under `if __name__ == "__main__":`')
