@@ -52,7 +52,6 @@ def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], line:
         key: the training process.
         event: its `exception` event.
         line: the line of the message that says what was raised.
-
     """
     text = f"{event.get('type')}: {line}"
     trace = f"{event.get('traceback')} {event.get('message')}"

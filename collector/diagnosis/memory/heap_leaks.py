@@ -131,7 +131,6 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
         key: the process.
         rows: its samples in the time that is judged.
         is_iterating: whether it has batches, steps or forward passes in that time.
-
     """
     ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
