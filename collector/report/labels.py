@@ -48,7 +48,7 @@ LABELS = {
     "pause_seconds": "length of a pause",
     "pause_distance_count": "steps from pause to pause",
     "regular_ratio": "pauses at regular distance",
-    "saving_ratio": "pauses in torch.save",
+    "saving_count": "pauses in torch.save",
     "training_run_queue_ratio": "training process waiting for a core",
     "cores_used_count": "cores in use by the run",
     "own_time_excess_seconds": "rank slower per step by",

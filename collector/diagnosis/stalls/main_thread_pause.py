@@ -1,4 +1,4 @@
-"""Pauses of the training thread: steps at a regular distance that take far longer than usual, without waiting."""
+"""Pauses of the training thread: saved checkpoints, and other steps at a regular distance that take far longer."""
 
 from __future__ import annotations
 
@@ -32,16 +32,56 @@ _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out fr
 
 def find_pauses(tables: RunTables) -> list[Finding]:
     """Find a `main-thread-pause` of each training process, but not of ranks that only wait for another one's."""
-    findings = [finding for main in lifecycle_of(tables).mains for finding in _pauses(tables, main)]
+    findings = [finding for main in lifecycle_of(tables).mains for finding in _pauses_of(tables, main)]
     return [finding for finding in findings if finding.locus.stage != "backward"] or findings
 
 
-def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
+def _pauses_of(tables: RunTables, main: ProcessKey) -> list[Finding]:
     steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
     work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
     steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return []
+    excess = work - float(np.median(work))
+    return _saves(tables, main, steps, excess) or _regular_pauses(tables, main, steps, work)
+
+
+def _saves(tables: RunTables, main: ProcessKey, steps: pd.DataFrame, excess: np.ndarray[Any, Any]) -> list[Finding]:
+    """Find the time in `torch.save`, at any distance: a save in another thread does not lengthen its step."""
+    saving = np.minimum(_saving_ns(tables, main, steps), np.maximum(excess, 0.0))
+    at = np.flatnonzero(saving)
+    if len(at) < _MIN_PAUSES:
+        return []
+    seconds = float(saving.sum()) / SECOND_NS
+    times = floats(steps, "time_ns")
+    loss = Loss.of(tables, seconds, len(at), (times[0], times[-1]))
+    if loss.ratio < _LEAST_LOST:
+        return []
+    lengths = dict.fromkeys(duration(float(value) / SECOND_NS) for value in (saving[at].min(), saving[at].max()))
+    return [
+        Finding(
+            kind="main-thread-pause",
+            severity=loss.severity,
+            confidence=loss.confidence(_MIN_PAUSES),
+            summary=f"The training pauses {count(len(at))} times while it saves a checkpoint, for "
+            f"{' to '.join(lengths)}. {loss.words}",
+            locus=_locus(main, steps, _phase(steps, at, seconds)[0]),
+            since_step=whole(steps["step"].iloc[at[0]]),
+            evidence=loss.evidence(pause_seconds=seconds / len(at), saving_count=len(at)),
+            advice=(
+                Advice(
+                    text="Save checkpoints less often, or in the background "
+                    "(torch.distributed.checkpoint.async_save)",
+                    expected=f"up to {percent(loss.ratio)} less time",
+                ),
+            ),
+        )
+    ]
+
+
+def _regular_pauses(
+    tables: RunTables, main: ProcessKey, steps: pd.DataFrame, work: np.ndarray[Any, Any]
+) -> list[Finding]:
     usual = float(np.median(work))
     is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
     # More passes of the model than usual are a rollout or an evaluation, and no pause.
@@ -63,16 +103,6 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
         return []  # the process waited for a core
     pause_seconds = seconds / len(at)
-    saving = _saving_ratio(tables, steps.iloc[at], main, seconds)
-    if is_saving := saving >= _ONE_PHASE:
-        text = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
-    else:
-        text = (
-            f"Look at what the loop does every {count(distance)} steps: garbage collection "
-            "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
-            ".item() or .cpu() on the device; do it less often, or in another thread or process"
-        )
-    advice = Advice(text=text, expected=f"up to {percent(loss.ratio)} less time")
     return [
         Finding(
             kind="main-thread-pause",
@@ -80,18 +110,28 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
             confidence=loss.confidence(_MIN_PAUSES),
             summary=f"Every {count(distance)} steps the training pauses for {duration(pause_seconds)} ({phase} "
             f"phase; a step takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, "
-            f"{percent(loss.ratio)} of the run." + (" It saves a checkpoint then." if is_saving else ""),
-            locus=Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase),
+            f"{percent(loss.ratio)} of the run.",
+            locus=_locus(main, steps, phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(
                 *loss.evidence(pause_seconds=pause_seconds, pause_distance_count=distance),
                 *measurements(len(at) - 1, loss.window, regular_ratio=regular),
                 *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
-                *(measurements(len(at), loss.window, saving_ratio=saving) if is_saving else ()),
             ),
-            advice=(advice,),
+            advice=(
+                Advice(
+                    text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
+                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a file, "
+                    ".item() or .cpu() on the device; do it less often, or in another thread or process",
+                    expected=f"up to {percent(loss.ratio)} less time",
+                ),
+            ),
         )
     ]
+
+
+def _locus(main: ProcessKey, steps: pd.DataFrame, phase: str) -> Locus:
+    return Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase)
 
 
 def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tuple[str, float]:
@@ -104,15 +144,18 @@ def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tup
     return phase, excess[phase] / max(seconds, 1e-9)
 
 
-def _saving_ratio(tables: RunTables, pauses: pd.DataFrame, main: ProcessKey, seconds: float) -> float:
-    """Return the share of the pauses' excess time that recorded calls of `torch.save` took, at most 1."""
+def _saving_ns(tables: RunTables, main: ProcessKey, steps: pd.DataFrame) -> np.ndarray[Any, Any]:
+    """Return how long each step spent in recorded calls of `torch.save`, shape `(steps,)`."""
     saves = tables.events_of("checkpoint", by=main)
-    ends = floats(pauses, "time_ns")
-    starts = ends - floats(pauses, "duration_ns")
+    ends = floats(steps, "time_ns")
+    starts = ends - floats(steps, "duration_ns")
     begun, ended = (np.array([event[name] for event in saves], dtype=float) for name in ("begun_ns", "time_ns"))
     at = np.searchsorted(ends, begun)
     is_inside = (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
-    return min(float((ended - begun)[is_inside].sum()) / (seconds * SECOND_NS), 1.0)
+    saving: np.ndarray[Any, Any] = np.bincount(
+        at[is_inside], weights=(ended - begun)[is_inside], minlength=len(steps)
+    )
+    return saving
 
 
 def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> np.ndarray[Any, Any]:

@@ -259,18 +259,35 @@ def test_regular_pauses_are_found(pause, distance, kinds):
         assert found["main-thread-pause"].locus.stage == "other"
 
 
-def test_pauses_for_checkpoints_are_named():
+def training_with_saves(saves, *, in_background=False):
+    """A training of 800 steps that saves a checkpoint at some steps, each for some seconds."""
+
     def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (0.3 if k % 25 == 0 else 0.0)
+        return jittered(0.012, 0.1)(generator) + (0.0 if in_background else saves.get(k, 0.0))
 
     script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
-    for rows in script.parts["step"]:
-        for _, step in rows[rows["duration_ns"] > 0.25e9].iterrows():
-            end = step["time_ns"] / 1e9
-            script.event(end - 0.005, "checkpoint", begun_ns=round((end - 0.28) * 1e9))
-    pause = loading_findings(script)[1]["main-thread-pause"]
-    assert "saves a checkpoint" in pause.summary
+    steps = (step for rows in script.parts["step"] for _, step in rows.iterrows())
+    for k, step in enumerate(steps):
+        if k in saves:
+            end = step["time_ns"] / 1e9 - 0.001
+            script.event(end, "checkpoint", begun_ns=round((end - saves[k]) * 1e9))
+    return loading_findings(script)
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [dict.fromkeys(range(25, 800, 25), 0.3), {60: 0.2, 90: 2.0, 300: 0.05, 310: 0.6, 620: 1.4}],
+    ids=["regular", "irregular and uneven"],
+)
+def test_pauses_for_checkpoints_are_named(saves):
+    pause = training_with_saves(saves)[1]["main-thread-pause"]
+    assert f"pauses {len(saves)} times while it saves a checkpoint" in pause.summary
+    assert pause.value_of("lost_seconds") == pytest.approx(sum(saves.values()), rel=0.05)
     assert pause.advice[0].text.startswith("Save checkpoints less often")
+
+
+def test_checkpoints_that_another_thread_saves_are_no_pauses():
+    assert training_with_saves({60: 0.2, 90: 2.0, 300: 0.05, 310: 0.6, 620: 1.4}, in_background=True)[0] == []
 
 
 def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
