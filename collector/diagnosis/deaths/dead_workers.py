@@ -12,7 +12,7 @@ from typing import Any
 
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import floats, key_of, sampled, whole
-from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, signal_of_child
+from collector.diagnosis.run.lifecycle import Lifecycle, signal_of_child, signal_raised
 from collector.store import ProcessKey
 
 _WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
@@ -96,7 +96,7 @@ class Workers:
     def _stopped_on_purpose(self, main: ProcessKey, code: int | None) -> bool:
         """Return whether a worker's end by this code follows from a signal to the whole job."""
         exception = self.life.exceptions.get(main)
-        is_stopped = exception is not None and is_interrupt(exception)
+        is_stopped = exception is not None and signal_raised(exception) is not None
         is_stopped = is_stopped or self.life.killed_mains.get(main) in (SIGINT, SIGTERM)
         return is_stopped and code in (-SIGINT, -SIGTERM, 1)
 

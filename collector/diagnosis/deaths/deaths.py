@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
 from textwrap import shorten
 from typing import Any
@@ -23,7 +24,7 @@ from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
-from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus, fact
@@ -135,7 +136,7 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         for key, event in life.exceptions_above.items()
         if key not in victim_mains
         and (key in life.mains or not victims)
-        and not is_interrupt(event)
+        and signal_raised(event) is None
         and (life.exit_status is not None or life.is_dead(key) or key in life.recorded_exits)
     ]
     causes.sort(key=lambda item: item[1]["time_ns"])
@@ -151,12 +152,13 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
 
 def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
-    lines = message_lines(event)
-    # An exception of another process quotes its traceback, whose last line is the exception.
-    is_quoted = event.get("type") == "ProcessRaisedException" or _FROM_WORKER in lines[0]
-    text = f"{lines[-1]} ({lines[0].rstrip('.')})" if is_quoted else f"{event.get('type')}: {' '.join(lines)}"
+    raiser = life.raiser(key)
+    kind, lines, origin = str(event.get("type")), message_lines(event), ""
+    if raiser != key or _FROM_WORKER in lines[0]:
+        kind, lines, origin = *_quoted(lines), f" ({lines[0].rstrip('.')})"
+    text = f"{kind}: {' '.join(lines)}".rstrip(": ") + origin
     evidence = [
-        fact("exception", shorten(text.rstrip(": "), _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
+        fact("exception", shorten(text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
         fact(
             "exception_after_seconds",
             round((event["time_ns"] - origin_ns(life.tables)) / SECOND_NS, 3),
@@ -165,21 +167,20 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
     ]
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
-    line = lines[-1 if is_quoted else 0]
     finding = catalogue.EXCEPTION.finding(
-        locus=life.locus(key) if victim is None else victim.locus,
-        since_step=last_step(life.tables, key if victim is None else victim.main),
-        evidence=(*evidence, *last_memory(life.tables, key)),
+        locus=life.locus(raiser) if victim is None else victim.locus,
+        since_step=last_step(life.tables, raiser if victim is None else victim.main),
+        evidence=(*evidence, *last_memory(life.tables, raiser)),
         went_on="" if victim is None else victim.went_on,
-        what=sentence(life.name(key) if victim is None else victim.what),
-        exception=event.get("type"),
-        site=_at(event),
-        headline=f": {line}" if line else ".",
+        what=sentence(life.name(raiser) if victim is None else victim.what),
+        exception=kind,
+        site=_at(event, is_quoted=bool(origin)),
+        headline=f": {lines[0]}" if lines[0] else ".",
         host=key[0],
         pid=key[1],
     )
     finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
-    cause = cause_of(life.tables, key, event, line)
+    cause = cause_of(life.tables, raiser, event, f"{kind}: {lines[0]}")
     if cause is None:
         return finding
     return replace(
@@ -191,10 +192,19 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
     )
 
 
-def _at(event: Mapping[str, Any]) -> str:
-    """Return the line at which an exception was raised, in the worker if there: ` at train.py:37, in main`."""
+def _quoted(lines: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the exception at the end of a quoted traceback: its type, and the lines of its message."""
+    frames = [number for number, line in enumerate(lines) if _FRAME.search(line)]
+    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    raised = list(dropwhile(lambda line: line.startswith(" "), after)) or [lines[-1]]
+    kind, _, message = raised[0].partition(": ")
+    return kind.rpartition(".")[2], [message, *raised[1:]]
+
+
+def _at(event: Mapping[str, Any], *, is_quoted: bool = False) -> str:
+    """Return the line at which an exception was raised, ` at train.py:37, in main`; `is_quoted`: in a child."""
     site = event.get("site")
-    if _FROM_WORKER in str(event.get("message")):
+    if is_quoted:
         quoted = (Frame(call, path, int(line)) for path, line, call in _FRAME.findall(str(event["message"])))
         frames = [frame for frame in quoted if frame.is_own]
         site = f"{frames[-1].path}:{frames[-1].line}, in {frames[-1].function}" if frames else site

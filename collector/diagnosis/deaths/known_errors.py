@@ -44,16 +44,15 @@ class _Raised:
     trace: str
 
 
-def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], line: str) -> Cause | None:
+def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], text: str) -> Cause | None:
     """Return the cause that an exception names, None if it names none that is known.
 
     Args:
         tables: the run.
         key: the training process.
         event: its `exception` event.
-        line: the line of the message that says what was raised.
+        text: type and first line of what was raised.
     """
-    text = f"{event.get('type')}: {line}"
     trace = f"{event.get('traceback')} {event.get('message')}"
     raised = _Raised(tables=tables, key=key, time_ns=event["time_ns"], text=text, trace=trace)
     return next((explain(raised) for pattern, explain in _CAUSES if pattern.search(text)), None)

@@ -21,6 +21,7 @@ from collector.diagnosis.run.columns import (
     whole,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLES
@@ -79,6 +80,8 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     # A process is sampled before its events say that it trains, and a short run ends there.
     mains = set(lifecycle_of(tables).mains)
     roles = [ROLES[ROLE_MAIN] if key in mains else role for key, role in zip(keys, states["role"], strict=True)]
+    ranks = [rank_of(tables, key) if key in mains else None for key in keys]
+    states["rank"] = states["rank"].fillna(pd.Series(ranks, index=states.index, dtype=float))
     states = pd.concat([states.assign(role=roles, order=[ROLES.index(role) for role in roles]), progress], axis=1)
     return states.sort_values(["order", "rank", "loader", "worker"]).drop(columns="order")
 

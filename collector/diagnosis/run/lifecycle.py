@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from signal import SIGINT, SIGTERM, Signals
+from textwrap import shorten
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +31,10 @@ _SHELL_SIGNAL_BASE = 128
 _PROGRAM_CHARACTERS = 60
 _LAST_SIGNAL = 64
 _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
-_SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")  # torch.multiprocessing.spawn
+# torch.multiprocessing.spawn: a child that a signal ended, and one that raised
+_SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")
+_SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
+_SIGNAL_MESSAGE = re.compile(r"got signal: (\d+)")  # torch.distributed.elastic's SignalException
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,8 @@ class Lifecycle:
             return f"the training process (pid {key[1]})"
         if key in self.watched:
             return f"the watched process (pid {key[1]})"
-        program = self.programs.get(key, "")
-        return f"process {key[1]} ({program[:_PROGRAM_CHARACTERS]})" if program else f"process {key[1]}"
+        program = shorten(self.programs.get(key, ""), _PROGRAM_CHARACTERS, placeholder=" …")
+        return f"process {key[1]} ({program})" if program else f"process {key[1]}"
 
     def role(self, key: ProcessKey) -> str:
         """Return the role of a process, a word of `records.ROLES`; a watched process counts as training."""
@@ -240,15 +244,28 @@ class Lifecycle:
         killed: dict[ProcessKey, int | None] = {}
         for key in self.mains:
             if key in self.exceptions:
-                if is_interrupt(self.exceptions[key]):
-                    killed[key] = SIGINT
+                if number := signal_raised(self.exceptions[key]):
+                    killed[key] = number
             elif key[1] in exit_codes:
                 killed[key] = signal_of(exit_codes[key[1]])
             elif not exit_codes and self._ended_abruptly(key):
                 killed[key] = self._signal_from_command(key)
         if self.command is not None and self.fatal_signal is not None and not (killed or self.mains):
             killed[self.command] = self.fatal_signal
+        if not killed:  # then a launcher's own signal is the first one
+            raised = ((key, signal_raised(event)) for key, event in self.exceptions_above.items())
+            killed.update((key, number) for key, number in raised if number)
         return killed
+
+    def raiser(self, key: ProcessKey) -> ProcessKey:
+        """Return the process that raised the exception of a process: its child, where a launcher quotes that."""
+        place = _SPAWN_ERROR.search(str(self.exceptions[key].get("message")))
+        children = self._children(key)
+        return children[int(place[1])] if place and int(place[1]) < len(children) else key
+
+    def _children(self, launcher: ProcessKey) -> list[ProcessKey]:
+        """Return the training processes that a process started, the oldest first."""
+        return sorted((key for key in self.mains if self._parents.get(key) == launcher), key=_age)
 
     def _ended_abruptly(self, key: ProcessKey) -> bool:
         """Return whether a process vanished, and not because its launcher failed and stopped it."""
@@ -275,7 +292,7 @@ class Lifecycle:
         for launcher, event in self.exceptions.items():
             text = str(event.get("message"))
             codes |= {int(pid): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
-            children = sorted((key for key in self.mains if self._parents.get(key) == launcher), key=_age)
+            children = self._children(launcher)
             for place, name in _SPAWN_MESSAGE.findall(text):
                 if int(place) < len(children) and name in Signals.__members__:
                     codes[children[int(place)][1]] = -Signals[name]
@@ -383,6 +400,11 @@ def signal_of_child(exit_code: int | None) -> int | None:
     return -exit_code if exit_code is not None and exit_code < 0 else None
 
 
-def is_interrupt(exception: Mapping[str, Any]) -> bool:
-    """Return whether an uncaught exception is the user's Ctrl-C."""
-    return exception.get("type") == "KeyboardInterrupt"
+def signal_raised(exception: Mapping[str, Any]) -> int | None:
+    """Return the signal that a process turned into its uncaught exception, as Ctrl-C or under torchrun."""
+    if exception.get("type") == "KeyboardInterrupt":
+        return SIGINT
+    if exception.get("type") == "SIGTERMException":  # Lightning
+        return SIGTERM
+    number = _SIGNAL_MESSAGE.search(str(exception.get("message")))
+    return int(number[1]) if number and exception.get("type") == "SignalException" else None

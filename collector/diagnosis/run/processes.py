@@ -54,11 +54,9 @@ def last_bytes(tables: RunTables, key: ProcessKey | None) -> float:
 
 
 def rank_of(tables: RunTables, key: ProcessKey) -> int | None:
-    """Return the rank of a process, from its first event."""
-    for event in tables.events:
-        if (event.get("host"), event.get("pid"), event.get("start_ticks")) == key:
-            return whole(event.get("rank"))
-    return None
+    """Return the rank of a process, from its events."""
+    ranks = (whole(event.get("rank")) for event in tables.events if key_of(event) == key)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def process_at(tables: RunTables, host: str, pid: int) -> ProcessKey | None:

@@ -121,7 +121,7 @@ def _regular_pauses(
             advice=(
                 Advice(
                     text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
-                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a file, "
+                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
                     ".item() or .cpu() on the device; do it less often, or in another thread or process",
                     expected=f"up to {percent(loss.ratio)} less time",
                 ),

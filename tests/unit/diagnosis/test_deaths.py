@@ -284,13 +284,31 @@ def ranks(parent=99, count=2):
     return script, ("node", parent, 4000)
 
 
-def test_exception_of_the_launcher_is_the_crash_and_not_its_ranks():
+def test_an_exception_that_the_launcher_passes_on_is_told_of_the_process_that_raised_it():
     script, launcher = ranks()
-    text = "\n\n-- Process 0 terminated with the following error:\nTraceback\nValueError: boom"
-    script.event(START_SECONDS + 9, "exception", launcher, type="ProcessRaisedException", message=text)
+    text = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in step
+    raise ValueError("boom")
+    ^^^^^^^^^^^^^^^^^^^^^^^^
+ValueError: the loss is no number:
+  it is nan"""
+    raised = {"type": "ProcessRaisedException", "message": text, "site": "/home/me/start.py:3, in <module>"}
+    script.event(START_SECONDS + 9, "exception", launcher, **raised)
     found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
-    assert [(f.kind, f.locus.pid) for f in found] == [("crashed", 99)]
-    assert "ValueError: boom" in found[0].summary
+    assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("crashed", 1, 201)]
+    assert "ended with ValueError at train.py:9, in step: the loss is no number:" in found[0].summary
+
+
+def test_a_signal_that_the_launcher_raises_as_an_exception_is_no_crash():
+    script, launcher = ranks()
+    raised = {"type": "SignalException", "message": "Process 99 got signal: 15"}
+    script.event(START_SECONDS + 9, "exception", launcher, **raised)
+    found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
+    assert [(f.kind, f.locus.pid) for f in found] == [("killed", 99)]
+    assert "by SIGTERM" in found[0].summary
 
 
 def test_launcher_message_names_the_rank_killed_by_a_signal():
@@ -338,6 +356,12 @@ def test_evidence_counts_process_exit_events():
 def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks():
     hook = "/src/training_harness/hooks/loading/worker.py"
     text = f'in DataLoader worker process 0.\n  File "{hook}", line 141, in timed'
-    assert _at({"message": text, "site": "/home/me/train.py:9, in <module>"}) == " at train.py:9, in <module>"
+    assert (
+        _at({"message": text, "site": "/home/me/train.py:9, in <module>"}, is_quoted=True)
+        == " at train.py:9, in <module>"
+    )
     text = f'{text}\n  File "/home/me/data.py", line 5, in pad'
-    assert _at({"message": text, "site": "/home/me/train.py:9, in <module>"}) == " at data.py:5, in pad"
+    assert (
+        _at({"message": text, "site": "/home/me/train.py:9, in <module>"}, is_quoted=True)
+        == " at data.py:5, in pad"
+    )
