@@ -229,8 +229,8 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "loader-error": _event(
         _TRAINING,
-        "`next()` of a DataLoader raised an exception other than about a dead worker: at the first of its type and "
-        "line, whenever the count has doubled, and at the end",
+        "`next()` of a DataLoader raised an exception, StopIteration only of a dataset with indices, none about a "
+        "dead worker: at the first of its type and line, whenever the count has doubled, and at the end",
         _LOADER,
         Field("type", "str", "class of the exception; in a worker, of the one there"),
         Field("message", "str", "last line of its message; null at the end"),

@@ -35,3 +35,14 @@ def test_the_error_that_ends_the_training_is_not_among_those_that_it_caught(run_
     assert run.done.returncode == 1
     (finding,) = caught_errors(run)
     assert finding.value_of("caught_errors_count") == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_ends_the_epoch_by_stop_iteration_is_named_and_a_sampler_is_not(run_attached, workers):
+    script = SCRIPT.with_name("ends_early.py")
+    run = run_attached(script, str(workers))
+    assert run.done.stdout == run_bare(script, workers).stdout == "trained on 3 of 10 batches\n"
+    (finding,) = caught_errors(run)
+    assert finding.severity == "warning"
+    assert "raised StopIteration at ends_early.py:21, in __getitem__ once" in finding.summary
+    assert "the batches after it are missing" in finding.summary

@@ -1,4 +1,4 @@
-"""Find exceptions that a DataLoader raised and the training caught: it goes on without those batches."""
+"""Find exceptions that a DataLoader raised and the training survived: it goes on without those batches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _MOST_FINDINGS = 3
 _LOOK = Advice(
     text="Look at the samples that raise it: print their index where the exception is caught",
     expected="the training leaves nothing out unnoticed",
+)
+_RAISE_ANOTHER = Advice(
+    text="Catch StopIteration where `next()` is called in the dataset, and raise another exception or start anew",
+    expected="each epoch has all its batches, or the training ends with an error",
 )
 
 
@@ -55,12 +59,16 @@ def _finding(tables: RunTables, count: int, key: ProcessKey, events: list[Mappin
     batches = floats(written(tables, "batch", key), "loader")
     where = "A worker of loader" if event.get("in_worker") else "Loader"
     times = "once" if count == 1 else f"{number(count)} times"
+    ends_epochs = event.get("type") == "StopIteration"
+    if ends_epochs:
+        effect = ". A for loop takes that for the end of the epoch: the batches after it are missing."
+    else:
+        effect = f", and the training caught it: {'that batch is' if count == 1 else 'those batches are'} missing."
     return Finding(
         kind="caught-errors",
-        severity="info",
+        severity="warning" if ends_epochs else "info",
         confidence=0.95,
-        summary=f"{where} {loader} raised {event.get('type')}{f' at {site}' if site else ''} {times}, and the "
-        f"training caught it: {'that batch is' if count == 1 else 'those batches are'} missing.",
+        summary=f"{where} {loader} raised {event.get('type')}{f' at {site}' if site else ''} {times}{effect}",
         locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1], loader=loader),
         since_step=step_at(tables, key, float(events[0]["time_ns"])),
         evidence=(
@@ -68,5 +76,5 @@ def _finding(tables: RunTables, count: int, key: ProcessKey, events: list[Mappin
             fact("batches_count", int((batches == loader).sum()), "of this loader, recorded"),
             *([fact("exception", message[:200], "the last one recorded")] if message else []),
         ),
-        advice=(_LOOK,),
+        advice=(_RAISE_ANOTHER if ends_epochs else _LOOK,),
     )

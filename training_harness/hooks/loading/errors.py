@@ -1,13 +1,15 @@
 """Exceptions that a DataLoader raised in the training loop: counted by type and line, and recorded as events.
 
-A loop that catches them goes on without those batches, and nothing else shows that. A dataset may fail in every
-batch, so a count is written at the first error, whenever it has doubled, and at the end.
+A loop that catches them goes on without those batches, and nothing else shows that. A for loop takes StopIteration
+of a dataset for the end of the epoch. A dataset may fail in every batch, so a count is written at the first error,
+whenever it has doubled, and at the end.
 """
 
 from __future__ import annotations
 
 import re
 import time
+import traceback
 from typing import NamedTuple
 
 from training_harness import session
@@ -44,6 +46,8 @@ class LoaderErrors:
         if not isinstance(error, Exception) or text.startswith(_DEAD_WORKER):
             return
         wrapped = _FROM_WORKER.search(text)
+        if isinstance(error, StopIteration) and not (wrapped or _is_of_dataset(error)):
+            return
         key = (
             loader,
             wrapped[1] if wrapped else type(error).__name__,
@@ -76,6 +80,12 @@ class LoaderErrors:
             error_time_ns=count.last_ns,
         )
         self._counts[key] = count._replace(written=count.errors)
+
+
+def _is_of_dataset(error: StopIteration) -> bool:
+    """Return whether an inline fetch by index raised it, where the sampler ends the epoch (_utils/fetch.py)."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_qualname == "_MapDatasetFetcher.fetch" for frame, _ in frames)
 
 
 def _worker_site(text: str) -> str | None:

@@ -125,7 +125,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
                 fetching.discard(get_ident())
             if not isinstance(error, StopIteration):
                 hook.attempt(hook.note_deaths, self)
-                hook.attempt(hook.note_error, state, error)
+            hook.attempt(hook.note_error, state, error)
             raise
         now_ns = clock()
         try:
