@@ -19,6 +19,7 @@ from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.memory.gpu_growth import kept_tensors
 from collector.diagnosis.run.allocators import allocators, devices, record_at
 from collector.diagnosis.run.columns import floats, key_of, whole, written
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Growth
@@ -119,7 +120,7 @@ def _finding(tables: RunTables, error: CudaError) -> Finding:
         kind="cuda-oom",
         severity=severity,
         confidence=0.97,
-        summary=_summary(scene),
+        summary=_summary(scene, lifecycle_of(tables).name(error.key)),
         locus=error.locus(tables),
         since_step=whole(event.get("step")),
         evidence=_evidence(scene),
@@ -148,9 +149,8 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     )
 
 
-def _summary(scene: _Scene) -> str:
+def _summary(scene: _Scene, process: str) -> str:
     request, error = scene.of("requested_bytes"), scene.error
-    process = f"the training process (pid {error.key[1]})"
     if error.slot is not None:
         main, loader, worker = error.slot
         process = f"DataLoader worker {worker}"

@@ -122,7 +122,8 @@ class Lifecycle:
     def name(self, key: ProcessKey) -> str:
         """Return a name for a process, for use in the middle of a sentence."""
         if key in self._attempts:
-            return f"the training process (pid {key[1]})"
+            rank = rank_of(self.tables, key) if len(self.mains) > 1 else None
+            return f"{'the training process' if rank is None else f'rank {rank}'} (pid {key[1]})"
         if key in self.watched:
             return f"the watched process (pid {key[1]})"
         program = shorten(self.programs.get(key, ""), _PROGRAM_CHARACTERS, placeholder=" …")
