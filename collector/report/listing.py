@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from collector.errors import TidegaugeError
+from collector.findings import KINDS
 from collector.report.command_identity import Command, command_of
 from collector.report.known import Known, home_of, known_files, known_findings
 from collector.report.results import RESULT_FIGURES, Result, result_from, result_of_report
@@ -87,7 +88,11 @@ class ListEntry:
         if urgent is not None:
             return f"{urgent.severity}: {urgent.kind}"
         known = next((finding for finding in self.result.findings if finding.known), None)
-        return "nothing needs attention" if known is None else f"known: {known.kind}"
+        if known is not None:
+            return f"known: {known.kind}"
+        is_explained = any(KINDS[finding.kind] == "death" for finding in self.result.findings)
+        has_died = self.status in ("failed", "killed") and not is_explained
+        return "ended, cause not known" if has_died else "nothing needs attention"
 
 
 def list_entry(run: Run) -> ListEntry:

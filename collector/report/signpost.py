@@ -62,7 +62,7 @@ def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Gro
     """Draw a run in a few lines: its end, the gravest finding, what to do, and the page to open."""
     finding = gravest(verdict)
     how = f"{verdict.status}, {number(verdict.steps)} steps, {duration(verdict.duration_seconds)}"
-    lines: list[RenderableType] = [Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(finding)]
+    lines: list[RenderableType] = [Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(verdict)]
     if finding is not None and finding.advice:
         lines.append(_labelled("Do", f"{finding.advice[0].text.removesuffix('.')}."))
     page, _ = link(verdict, run_id, address)
@@ -71,10 +71,12 @@ def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Gro
     return Group(*lines, Text())
 
 
-def _heading(finding: Finding | None) -> Text:
-    if finding is None:
-        return Text("  ✔ Nothing needs attention", style="bold green")
-    return Text("  ").append(card.heading(finding))
+def _heading(verdict: Verdict) -> Text:
+    finding = gravest(verdict)
+    if finding is not None:
+        return Text("  ").append(card.heading(finding))
+    words = card.calm_words(verdict)
+    return Text(f"  {words}", style="bold green" if words.startswith("✔") else "bold")
 
 
 def _labelled(label: str, text: str) -> Table:

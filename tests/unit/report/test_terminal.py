@@ -66,6 +66,21 @@ def test_a_run_has_one_line_of_80_columns_in_the_list():
     assert healthy.endswith("nothing needs attention")
 
 
+@pytest.mark.parametrize(
+    ("status", "kinds", "words"),
+    [
+        ("failed", (), "ended, cause not known"),
+        ("killed", ("killed",), "nothing needs attention"),  # by Ctrl-C
+    ],
+)
+def test_a_run_that_failed_without_a_cause_is_not_called_fine_in_the_list(status, kinds, words):
+    findings = tuple(ResultFinding(kind=kind, place="", severity="info") for kind in kinds)
+    entry = ListEntry(
+        run_id="20261125-151018-a-6138", status=status, result=Result(status=status, findings=findings)
+    )
+    assert narrow(run_table([entry]))[1].endswith(words)
+
+
 @pytest.mark.parametrize("width", [80, 34, 20])
 @pytest.mark.parametrize(
     "rows",
