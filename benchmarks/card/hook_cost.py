@@ -84,10 +84,10 @@ def without_device_hooks() -> Iterator[None]:
     """Attach in the block as if CUDA were never initialised."""
 
     def detect(progress: Progress) -> None:
-        progress.uses_cuda = False
+        progress.uses_device = False
         progress.calls.set_deferred(yes=progress.requests.due_ns > 0)
 
-    with patch.object(Progress, "_detect_cuda", detect):
+    with patch.object(Progress, Progress._detect_device.__name__, detect):
         yield
 
 
