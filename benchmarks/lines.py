@@ -78,8 +78,8 @@ def run(case: str, seconds: float, option: list[str], folder: Path) -> Outcome:
     home = ["--home", str(folder / case)]
     program = [sys.executable, "-P", "-m", "collector"]
     command = [sys.executable, str(SCRIPT), case, str(seconds)]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run([*program, "run", *home, *option, "--", *command], check=False, **quiet)
+    watched, quiet = [*program, "run", *home, *option, "--", *command], subprocess.DEVNULL
+    subprocess.run(watched, check=False, stdin=quiet, stdout=quiet, stderr=quiet)
     text = subprocess.run([*program, "report", *home, "--format", "json"], capture_output=True, check=True).stdout
     report = json.loads(text)
     findings = report["findings"]

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -56,7 +57,7 @@ class Writers:
         if name not in self._writers:
             self._writers[name] = JournalWriter(self._directory, stream, self._identity, events=self.events)
         usual = {"ns": 10_000_000, "bytes": 2**30, "count": 8, "id": 0}
-        sample = {column.name: usual.get(column.unit) for column in stream.columns[1:]}
+        sample: dict[str, float | bytes | None] = {c.name: usual.get(c.unit) for c in stream.columns[1:]}
         self._writers[name].append(*record_values(stream, time.monotonic_ns(), sample | values))
 
 
@@ -89,7 +90,7 @@ def every_step(until: float, at: Callable[[int], None]) -> None:
 def train(rank: int, until: float) -> None:
     """A rank: one step and one batch each time, the batches from its workers in turn."""
     memory = touched(RANK_BYTES)
-    pids = [forked(lambda worker=worker: load(rank, worker, until)) for worker in range(WORKERS)]
+    pids = [forked(partial(load, rank, worker, until)) for worker in range(WORKERS)]
     writers = Writers(rank)
     writers.events.append("process-start", argv=sys.argv, torch=None, parent_pid=os.getppid(), capabilities={})
     writers.events.append("epoch-start", loader=0, epoch=0, worker_pids=pids, begun_ns=time.monotonic_ns())
@@ -125,7 +126,7 @@ def load(rank: int, worker: int, until: float) -> None:
 def node(seconds: float) -> None:
     """Run all ranks for `seconds`."""
     until = time.monotonic() + seconds
-    for pid in [forked(lambda rank=rank: train(rank, until)) for rank in range(RANKS)]:
+    for pid in [forked(partial(train, rank, until)) for rank in range(RANKS)]:
         os.waitpid(pid, 0)
 
 

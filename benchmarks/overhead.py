@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -204,7 +205,7 @@ def main() -> None:
     columns = f"{'bare':>9}{'added':>8}{'pairs':>8}{'µs':>7}{'bare':>9}"
     print(f"{'':<26}{columns}" + 2 * f"{'   added (quartiles)':<25}")
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = str(layout.create_run(layout.Path(folder), name="overhead", argv=[]))
+        run_dir = str(layout.create_run(Path(folder), name="overhead", argv=[]))
         for name, block in (
             ("training thread", training_block(1, QUEUED, made_before=True)),
             ("the same, worker at work", training_block(1, options.steps)),

@@ -54,6 +54,7 @@ from scipy import stats
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.sync.client import connect
+from websockets.typing import Origin, Subprotocol
 
 from app.pages import PAGES, RUNS
 from benchmarks import chrome
@@ -135,7 +136,7 @@ def _next_step(run: Run) -> int:
         return int(snapshot.query("SELECT max(step_high) + 1 AS step FROM step_tiled")["step"].iloc[0])
 
 
-def _record(name: str, step: int, rank: int, recorded: Mapping[str, Any]) -> list[float]:
+def _record(name: str, step: int, rank: int, recorded: Mapping[Any, Any]) -> list[float]:
     """Make the record of a step; `recorded` has the values of a recorded training."""
     known = {
         "time_ns": time.monotonic_ns(),
@@ -172,8 +173,8 @@ class Viewer:
         self._fragment = ""
         self._socket = connect(
             f"{base.replace('http', 'ws')}/_stcore/stream",
-            origin=base,
-            subprotocols=["streamlit"],
+            origin=Origin(base),
+            subprotocols=[Subprotocol("streamlit")],
             compression=None,
             max_size=None,
             open_timeout=30,

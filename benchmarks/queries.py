@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 from rich.console import Console
@@ -186,7 +186,7 @@ def insert(
     recording = ""
     if table in GPU_STREAMS:
         gpu = recorded_gpu(table)
-        known |= {name: f"r.{name}" for name in gpu}
+        known |= {str(name): f"r.{name}" for name in gpu}
         recording = f" JOIN recorded_{table} r ON r.row = {'i' if is_sampled else f'i // {ranks}'} % {len(gpu)}"
     values = []
     for name, kind in lake.TABLES[table]:
@@ -256,7 +256,7 @@ def ask(run: Run, page: str, window: spans.Window) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # Streamlit's, about running without a browser
     if page == REFRESH:
         return refresh_cost(run)
-    from app.blocks import Chart
+    from app.figures.base import Chart
     from app.runtime import moment
     from app.theme import LIGHT
 
@@ -271,7 +271,14 @@ def ask(run: Run, page: str, window: spans.Window) -> dict[str, Any]:
             assert reach is not None
             selection = moment.Selection(run=run, rank=None, window=window, live=False)
             now = moment.moment_of(
-                view, selection, run, measured, reach, verdict=None, theme=LIGHT, address=lambda page: page.path
+                view,
+                selection,
+                run,
+                cast("spans.Memo", measured),
+                reach,
+                verdict=None,
+                theme=LIGHT,
+                address=lambda page: page.path,
             )
             blocks = [block for row in view.rows for each in row for block in moment.build(each, now)]
         charts = [block for block in blocks if isinstance(block, Chart)]

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scipy import stats
 
@@ -56,8 +57,9 @@ def train(batches: int, workers: int, run_dir: str | None) -> None:
 
     if os.environ.get(layout.DISABLED_VARIABLE) != "1":
         attach(run_dir, name="soak")
-    extra = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
-    loader: DataLoader[int] = DataLoader(range(EPOCH_BATCHES), batch_size=None, num_workers=workers, **extra)
+    extra: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
+    numbers: Any = range(EPOCH_BATCHES)
+    loader: DataLoader[int] = DataLoader(numbers, batch_size=None, num_workers=workers, **extra)
     done = 0
     while done < batches:
         for _ in loader:

@@ -35,10 +35,10 @@ def main() -> None:
     parser.add_argument("--card", type=float, metavar="RATIO", help="share of a real device instead")
     options = parser.parse_args()
     if options.card is not None:
-        environ, share = dict(os.environ), ("--fraction", str(options.card))
+        environ, share = dict(os.environ), ["--fraction", str(options.card)]
     elif simulator.has_cuda():
         environ = simulator.environment(simulator.build(Path(sys.prefix) / "cuda_sim"), memory=options.memory)
-        share = ()
+        share = []
     else:
         sys.exit("PyTorch's CUDA build is needed: run `make test-cuda` once, then .cuda/bin/python")
     with ThreadPoolExecutor(len(options.models) if options.card is not None else 1) as pool:
@@ -49,7 +49,7 @@ def main() -> None:
         simulator.remove_registry(environ["CUDA_SIM_NAME"])
 
 
-def _row(model: str, share: tuple[str, ...], environ: Mapping[str, str]) -> str:
+def _row(model: str, share: list[str], environ: Mapping[str, str]) -> str:
     """Ask `tidegauge tune`, find the truth, and return the table's row."""
     command = [sys.executable, str(_PROGRAM), model, *share]
     tuned = [sys.executable, "-P", "-m", "collector", "tune", "--batch-size", "--trial-seconds", "4"]

@@ -78,12 +78,12 @@ def _rises(values: np.ndarray) -> bool:
 
 
 def mann_kendall(values: np.ndarray) -> bool:
-    return _rises(values) and stats.kendalltau(np.arange(len(values)), values).pvalue < 0.05
+    return _rises(values) and bool(stats.kendalltau(np.arange(len(values)), values).pvalue < 0.05)
 
 
 def ols(values: np.ndarray) -> bool:
     fit = stats.linregress(np.arange(len(values)), values)
-    return fit.slope > 0 and fit.rvalue**2 > 0.8
+    return bool(fit.slope > 0 and fit.rvalue**2 > 0.8)
 
 
 def theil_sen(values: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from training_harness.jobs.faults import FAULTS
 
@@ -112,7 +113,7 @@ def _leaks_to_limits(again: int) -> Iterator[Case]:
         for onset in (0.0, 0.5):
             for noise in (False, True):
                 name = f"main-heap-{rate // KIB}k{'-late' if onset else ''}{'-noise' if noise else ''}"
-                words = (*pace, "--seconds", seconds * (1.5 if onset else 1), "--onset", onset)
+                words: tuple[object, ...] = (*pace, "--seconds", seconds * (1.5 if onset else 1), "--onset", onset)
                 words = (*words, "--noise") if noise else words
                 yield _leak(_again(name, again), "main-heap", *words)
                 if noise and not (onset or again):
@@ -146,7 +147,7 @@ def _again(name: str, again: int) -> str:
     return f"{name}-again" if again else name
 
 
-def _leak(name: str, kind: str, *words: object, **traits: int) -> Case:
+def _leak(name: str, kind: str, *words: object, **traits: Any) -> Case:
     found = LEAKS[kind]
     steady = kind in ("main-heap", "worker-heap")
     return Case(
@@ -193,7 +194,7 @@ def _healthy() -> Iterator[Case]:
 
 def _deaths() -> Iterator[Case]:
     kill, term, bus, abort = signal.SIGKILL, signal.SIGTERM, signal.SIGBUS, signal.SIGABRT
-    for count, name, kind, role, words, traits in (
+    deaths: tuple[tuple[int, str, str, str, tuple[object, ...], dict[str, Any]], ...] = (
         (14, "main-heap", "host-oom-kill", "main", ("--rate", 4096 * KIB), {"limit_mib": 450}),
         (14, "worker-heap", "host-oom-kill", "worker", ("--rate", 4096 * KIB), {"limit_mib": 450}),
         (10, "die-worker", "worker-killed", "worker", ("--rate", int(kill)), {}),
@@ -208,7 +209,8 @@ def _deaths() -> Iterator[Case]:
         (4, "die-of-null", "crashed", "main", (), {}),
         (3, "die-main", "crashed", "main", ("--rate", int(abort)), {}),
         (3, "die-of-exit", "crashed", "main", ("--rate", 3), {}),
-    ):
+    )
+    for count, name, kind, role, words, traits in deaths:
         for number in range(count):
             yield Case(
                 name=f"{name}-{kind}{'-'.join(['', *map(str, words[1:])])}-{number}",

@@ -183,7 +183,7 @@ def page(runs: Sequence[tuple[str, Case, RunTables]]) -> Iterator[str]:
             continue
         yield from ("", f"## {title}", "", _counted([(case, found[group, case.name]) for case in cases]))
         yield from ("", "| case | finding | rate, true | summary |", "|---|---|---|---|")
-        yield from (_row(case, finding) for case in cases for finding in found[group, case.name] or [None])
+        yield from (_row(case, finding) for case in cases for finding in found[group, case.name] or (None,))
     caches = [(case, tables) for group, case, tables in runs if group == "cache"]
     if caches:
         yield from ("", "| case | end, MiB | true | full after, s | true |", "|---|---|---|---|---|")

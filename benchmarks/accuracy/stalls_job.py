@@ -312,7 +312,7 @@ def train(training: Training, *, seconds: float = 0.0, batches: int) -> None:
         end = min(end, time.monotonic() + seconds)
         loss = torch.nn.functional.cross_entropy(model(features[:, :4].clone()), labels)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         time.sleep(training.step)
         training.after_step(step)

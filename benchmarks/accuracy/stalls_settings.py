@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +138,7 @@ LOADERS = {
     "large batches": Loader(large),
     "inline, blocked": Loader(blocked, (0, 2)),
     "inline, CPU-bound": Loader(computing, (0, 2)),
-    SHARED: Loader(partial(io, faulty=True)),
+    SHARED: Loader(lambda draw: io(draw, True)),
 }
 MEMORY = {"memory": heavy, "memory, caches": caches}
 MEMORY_PAIRS: tuple[Pair, ...] = ((1, 2), (3, 4), (4, 2), (4, 4))

@@ -6,7 +6,7 @@ import json
 import statistics
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ def page(folder: Path) -> Iterator[str]:
             with tarfile.open(path) as archive:
                 archive.extractall(runs, filter="data")
         judged = [(each, runs / each.name) for each in trainings() if (runs / each.name).exists()]
-        found = {}
+        found: Found = {}
         for training, run in judged:
             tables = load_tables(Run(run))
             found[training.name] = tables, diagnose(tables).findings
@@ -52,7 +52,7 @@ def page(folder: Path) -> Iterator[str]:
                 yield _gauges(run, tables)
 
 
-Found = dict[str, tuple[RunTables, list[Finding]]]
+Found = dict[str, tuple[RunTables, Sequence[Finding]]]
 
 
 def _verdicts(judged: list[Training], found: Found) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _errors(judged: list[tuple[Training, Path]], found: Found) -> Iterator[str]:
         cells, is_near = [], True
         for name in _FIGURES:
             if name in said:
-                mine = error.value_of(name)
+                mine = error.value_of(name) or 0.0
                 near = bool(np.isclose(mine, said[name], rtol=0.03, atol=_ROUNDING_BYTES))
                 is_near = is_near and near
                 cells.append(f"{name.removesuffix('_bytes')} {size(mine)} / {size(said[name])}")
@@ -128,5 +128,5 @@ def _gauges(run: Path, tables: RunTables) -> str:
     differing = [column for column in known if list(records[column]) != list(said[column])]
     return (
         f"Gauges of {run.name}: {len(said)} steps, {len(known)} gauges that this torch has; differing: "
-        f"{', '.join(differing) or 'none'}."
+        f"{', '.join(map(str, differing)) or 'none'}."
     )

@@ -68,7 +68,7 @@ def collectives():
         os.environ[name] = value
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
     model = nn.parallel.DistributedDataParallel(mlp().cuda())
-    groups = []
+    groups: list[object] = []
 
     def loss(model, rows):
         if not groups and time.monotonic() > begun + options.seconds / 2:

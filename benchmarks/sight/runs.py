@@ -42,7 +42,7 @@ def said(tool: Tool, fault: str, keep: Path) -> dict[str, Any]:
                 break
             _run(tool, fault, folder)
         reading = str(REPOSITORY / "benchmarks" / "sight" / "reading.py")
-        words = [python_of(tool.environment), "-P", reading, tool.name, str(folder)]
+        words = [str(python_of(tool.environment)), "-P", reading, tool.name, str(folder)]
         done = subprocess.run(words, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
         status = json.loads((folder / "status.json").read_text())
         content = json.loads(done.stdout.splitlines()[-1]) | status
