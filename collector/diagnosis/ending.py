@@ -21,7 +21,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of
 from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import KINDS, Finding, Limit, Locus
+from collector.findings import Finding, Limit, Locus
 from collector.units import duration, number, percent, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
@@ -125,7 +125,7 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
 def _is_end(finding: Finding) -> bool:
     """Return whether a finding is about the end of the run, not of the collector or one that the run outlived."""
     is_outlived = finding.severity == "info" and finding.kind in ("cuda-oom", "hang")
-    return KINDS[finding.kind] == "death" and finding.locus.role != "collector" and not is_outlived
+    return finding.group == "death" and finding.locus.role != "collector" and not is_outlived
 
 
 def _reason(death: Finding) -> str:

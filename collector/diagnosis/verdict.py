@@ -9,7 +9,6 @@ from typing import TypeVar
 from collector.diagnosis.checks import checks_of
 from collector.diagnosis.deaths import FIX_LEAK, find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
-from collector.diagnosis.faults import add_fault
 from collector.diagnosis.loading.caught_errors import find_caught_errors
 from collector.diagnosis.loading.names import add_loader_name, without_replaced_settings
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
@@ -128,8 +127,9 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     ]
     findings = _unless_damaged(findings, without_replaced_settings, findings, tables)
     findings = [_with_fix_of_leak(finding, findings) for finding in without_consequences(findings)]
-    findings = [add_fault(add_allocation_sites(finding, tables, running=running)) for finding in findings]
+    findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
     findings = [_unless_damaged(finding, add_loader_name, finding, tables) for finding in findings]
+    findings = [replace(finding, fault=finding.fault or KINDS[finding.kind].fault) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: _order(finding, running=running)))
 
 
@@ -149,7 +149,7 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
     slowdowns come, the costliest first, and last the findings that cannot tell.
     """
     lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
-    group = KINDS[finding.kind]
+    group = finding.group
     return (
         SEVERITIES.index(finding.severity),
         finding.kind == "cannot-tell",
@@ -210,7 +210,7 @@ def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
     """Return a finding as one that follows from another one; a leak is information then, and a forecast stays."""
     return replace(
         finding,
-        severity="info" if KINDS[finding.kind] == "memory leak" else finding.severity,
+        severity="info" if finding.group == "memory leak" else finding.severity,
         summary=f"{finding.summary} It grows with {grows_with}: fix {cause} first.",
         consequence_of=cause,
     )
@@ -268,7 +268,7 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
         return death
     at = death.locus
     places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
-    leaks = (finding for finding in findings if finding.locus in places and KINDS[finding.kind] == "memory leak")
+    leaks = (finding for finding in findings if finding.locus in places and finding.group == "memory leak")
     advice = tuple(
         replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
     )

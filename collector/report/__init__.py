@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     )
     from collector.report.labels import label as label
     from collector.report.listing import ListEntry as ListEntry, list_entry as list_entry
-    from collector.report.signpost import page_of as page_of
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         ago as ago,
@@ -98,7 +97,6 @@ _MODULES = {
     "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
     "listing": ("ListEntry", "list_entry"),
     "labels": ("label",),
-    "signpost": ("page_of",),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
         "ago",
