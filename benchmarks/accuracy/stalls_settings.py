@@ -183,7 +183,7 @@ class Round:
 def one_round(home: Path, name: str, seed: int) -> Round:
     source = LOADERS[name].source
     tables, (loop,) = trained(home / f"{name}-{seed}-from", name, seed, [source], FIRST_BATCHES)
-    outlook = forecast(tables, loop)
+    outlook = forecast(loop)
     best = outlook.best if isinstance(outlook, Forecast) else None
     fetch, step = costs(loop)
     cores = len(os.sched_getaffinity(0))

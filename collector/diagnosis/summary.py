@@ -169,7 +169,7 @@ def data_wait_ratio(tables: RunTables) -> float | None:
     None without a DataLoader, since Tidegauge does not see how such a loop gets its data, and where a thread loads
     ahead, since the time that the training waits for that thread is not recorded.
     """
-    if tables.stream("batch").empty or any(loads_ahead(tables, loop) for loop in loops(tables)):
+    if tables.stream("batch").empty or any(loads_ahead(loop) for loop in loops(tables)):
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")

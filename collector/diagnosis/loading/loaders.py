@@ -7,7 +7,7 @@ the workers; `epoch-start` says which worker pids belong to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,8 +32,9 @@ _MOST_EPOCHS = 1e6  # more than one loader ever makes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """One DataLoader in one training process, with its records in order of time."""
+    """One DataLoader in one training process, with its records in order of time, and the tables of its run."""
 
+    tables: RunTables = field(repr=False)
     main: ProcessKey
     rank: int | None
     loader: int
@@ -43,6 +44,11 @@ class Loop:
     start_method: str | None
     batches: pd.DataFrame
     fetches: pd.DataFrame
+
+    @property
+    def setting(self) -> Mapping[str, Any]:
+        """Its `loader` event; empty if that was not recorded."""
+        return loader_settings(self.tables).get((self.main, self.loader), {})
 
     @property
     def ramp(self) -> int:
@@ -79,7 +85,7 @@ def _loops(tables: RunTables) -> list[Loop]:
         fetches = _join_loaders(fetch[(fetch["owner_pid"] == key[1]) & (fetch["host"] == key[0])], last_loader)
         for loader in sorted(int(number) for number in np.unique(floats(batches, "loader"))):
             of_loader = (part[floats(part, "loader") == loader] for part in (batches, fetches))
-            found_loops.append(_loop(key, loader, settings.get((key, loader), {}), *of_loader))
+            found_loops.append(_loop(tables, key, loader, settings.get((key, loader), {}), *of_loader))
     return found_loops
 
 
@@ -89,11 +95,6 @@ def loader_settings(tables: RunTables) -> dict[LoaderKey, Mapping[str, Any]]:
         "loader settings",
         lambda: {(key_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
     )
-
-
-def loader_setting(tables: RunTables, loop: Loop) -> Mapping[str, Any]:
-    """Return the `loader` event of a loop; empty if it was not recorded."""
-    return loader_settings(tables).get((loop.main, loop.loader), {})
 
 
 def replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
@@ -169,13 +170,13 @@ def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.Data
     return rows.assign(loader=joined, epoch=floats(rows, "epoch") + _MOST_EPOCHS * loader)
 
 
-def loads_ahead(tables: RunTables, loop: Loop) -> bool:
+def loads_ahead(loop: Loop) -> bool:
     """Return whether another thread than the one that steps the optimizer iterates a loop.
 
     The waits of a loop are part of the steps of its own thread. Those of a thread that loads ahead, and hands the
     batches over in a queue of its own, are not.
     """
-    steps = written(tables, "step", loop.main)
+    steps = written(loop.tables, "step", loop.main)
     ends, waits = floats(steps, "time_ns"), floats(steps, "data_wait_ns")
     if not np.isfinite(waits[1:]).any():
         return False
@@ -207,12 +208,18 @@ def replaced_workers(tables: RunTables) -> set[tuple[str, int]]:
 
 
 def _loop(
-    key: ProcessKey, loader: int, setting: Mapping[str, Any], batches: pd.DataFrame, fetches: pd.DataFrame
+    tables: RunTables,
+    key: ProcessKey,
+    loader: int,
+    setting: Mapping[str, Any],
+    batches: pd.DataFrame,
+    fetches: pd.DataFrame,
 ) -> Loop:
     workers = whole(setting.get("num_workers"))
     if workers is None:
         workers = max(0, int(np.nanmax(floats(batches, "worker"), initial=INLINE_WORKER)) + 1)
     return Loop(
+        tables=tables,
         main=key,
         rank=whole(batches["rank"].iloc[-1]),
         loader=loader,

@@ -12,7 +12,6 @@ from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats, step_at
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
 from collector.diagnosis.stalls.case import LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import Loss, confidence
@@ -29,19 +28,19 @@ _LEAST_TIME_OF_TAIL = 0.5  # share of the fetches' time from which a few slow ba
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
 
 
-def too_short(tables: RunTables, loop: Loop, missing: str, steady_batches: int) -> Finding:
+def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
     """Return a finding for a loop with too few records to judge."""
     evidence = (
         *measurements(len(loop.batches), "after the ramp-up", steady_batches=steady_batches),
         *measurements(len(loop.batches), "whole loop", fetches=len(loop.fetches)),
     )
-    return _cannot_tell(tables, loop, missing, evidence)
+    return _cannot_tell(loop, missing, evidence)
 
 
 def no_cause(case: LoadingCase, missing: str) -> Finding:
     """Return a finding for measured waits without a known cause; `missing` says why the cause is not known."""
     evidence = (*case.pace_evidence, *case.measured(worker_idle_ratio=case.steady.idle_ratio))
-    return _cannot_tell(case.tables, case.loop, missing, evidence)
+    return _cannot_tell(case.loop, missing, evidence)
 
 
 def slow_transfer(case: LoadingCase) -> Finding:
@@ -60,9 +59,9 @@ def slow_transfer(case: LoadingCase) -> Finding:
     )
 
 
-def _cannot_tell(tables: RunTables, loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
+def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
     summary = f"It is not known whether loader {loop.loader} keeps up: {missing}."
-    return cannot_tell(summary, *evidence, locus=loop_locus(tables, loop))
+    return cannot_tell(summary, *evidence, locus=loop_locus(loop))
 
 
 def compute_bound(case: LoadingCase) -> Finding:
@@ -91,8 +90,8 @@ def compute_bound(case: LoadingCase) -> Finding:
 
 def inline_loading(case: LoadingCase) -> Finding:
     """Return a finding for a training process that makes its batches itself."""
-    tables, loop, steady = case.tables, case.loop, case.steady
-    limit, facts, fault = worker_limit(tables, loop), case.facts("main"), None
+    loop, steady = case.loop, case.steady
+    limit, facts, fault = worker_limit(loop), case.facts("main"), None
     if steady.fetch_mean < HAND_OVER_SECONDS:
         facts["severity"] = "info"
         what = ". Workers would not help: handing a batch over costs as much."
@@ -107,7 +106,7 @@ def inline_loading(case: LoadingCase) -> Finding:
         )
     else:
         what = f", while the model computes nothing; {limit.because}."
-        outlook = forecast(tables, loop)
+        outlook = forecast(loop)
         advice, fault = advise_fetches(case, limit, outlook), fault_of_fetches(limit, outlook)
     return Finding(
         kind="inline-loading",
@@ -124,7 +123,7 @@ def inline_loading(case: LoadingCase) -> Finding:
 def workers_too_slow(case: LoadingCase) -> Finding:
     """Return a finding for workers that together cannot keep up."""
     loop, steady = case.loop, case.steady
-    limit, outlook = worker_limit(case.tables, loop), forecast(case.tables, loop)
+    limit, outlook = worker_limit(loop), forecast(loop)
     sharing = outlook.measured.sharing if isinstance(outlook, Forecast) else None
     subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
     if loop.num_workers == 2:
@@ -174,7 +173,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
 
 def collate_bound(case: LoadingCase) -> Finding:
     """Return a finding for workers that are too slow because of `collate_fn`."""
-    finding, limit, steady = workers_too_slow(case), worker_limit(case.tables, case.loop), case.steady
+    finding, limit, steady = workers_too_slow(case), worker_limit(case.loop), case.steady
     interval = max(steady.consumer, (steady.fetch_mean - steady.collate_mean) / case.loop.num_workers)
     now = number(1 / steady.interval)
     return dataclasses.replace(
@@ -211,7 +210,7 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
     others = [other for other in steady.workers if other is not worker]
     usual = float(np.median([other.fetch_median for other in others]))
     idle = float(np.median([other.idle_ratio for other in others]))
-    limit, ratio = worker_limit(case.tables, loop, name), worker.fetch_median / usual
+    limit, ratio = worker_limit(loop, name), worker.fetch_median / usual
     interval = max(steady.consumer, usual / loop.num_workers)
     fetches, window = worker.fetches, case.waited.window
     return Finding(
@@ -300,7 +299,7 @@ def _slowest_batches(slow: pd.DataFrame) -> Evidence:
 
 def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
     """Return a finding for a sampler that the workers wait for."""
-    steady, sampler = case.steady, case.setting.get("sampler") or "sampler"
+    steady, sampler = case.steady, case.loop.setting.get("sampler") or "sampler"
     loss = case.loss(waits.sampler_seconds)
     advice = Advice(
         text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as an "
@@ -410,8 +409,8 @@ def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
         summary=f"The dataset of loader {case.loop.loader} is shared out unevenly: {which} has "
         f"{number(skew.share)} times its even share, and works on when others are done. That costs "
         f"{duration(loss.seconds)} in {skew.epochs} epochs, {percent(loss.ratio)} of the run.",
-        locus=dataclasses.replace(loop_locus(case.tables, case.loop, "worker"), worker=skew.worker),
-        since_step=step_at(case.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
+        locus=dataclasses.replace(loop_locus(case.loop, "worker"), worker=skew.worker),
+        since_step=step_at(case.loop.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
         evidence=loss.evidence(largest_share_ratio=skew.share, tail_batches_count=skew.tail_batches / skew.epochs),
         advice=(advice,),
     )

@@ -29,13 +29,13 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     It is `workers-too-slow (oversubscribed)` if the run itself fills the cores and its fetches wait for them too;
     else `compute-bound (oversubscribed)`, as information. `keeps_up` is true if no other time is lost.
     """
-    tables, loop, span_ns = case.tables, case.loop, (case.steady.first_ns, case.steady.last_ns)
+    tables, loop, span_ns = case.loop.tables, case.loop, (case.steady.first_ns, case.steady.last_ns)
     share, n = queued_ratio(tables, loop.main, *span_ns)
     loss = Loss.of(tables, share * recorded_seconds(tables, loop.main), n, span_ns)
     if loss.ratio < LEAST_LOST_RATIO:
         return []
     used, cores = cores_used(tables, loop.main[0], *span_ns), usable_cores(tables, loop.main[0])
-    limit, others = worker_limit(tables, loop), used < CORES_FILLED * cores
+    limit, others = worker_limit(loop), used < CORES_FILLED * cores
     if others and cores_are_free(tables, loop.main[0], *span_ns):
         return []  # it is woken late, as a thread is that sleeps often: no other process takes its core
     by_workers = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
