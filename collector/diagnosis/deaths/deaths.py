@@ -22,10 +22,10 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
-from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
+from collector.diagnosis.run.columns import SECOND_NS, origin_ns, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, lifecycle_of
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Finding, Locus, fact
 from collector.stacks import Frame
 from collector.store import ProcessKey
@@ -203,10 +203,10 @@ def _at(event: Mapping[str, Any]) -> str:
 
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     events = life.tables.events_of("exit-message")
-    messages = [event for event in events if key_of(event) in (*life.mains, life.command)]
+    messages = [event for event in events if writer_of(event) in (*life.mains, life.command)]
     exit_fact = fact("exit_status", code, "of the command")
-    if code == 1 and messages and (caller := key_of(messages[-1])) is not None:
-        message = message_lines(messages[-1])[0]
+    if code == 1 and messages:
+        caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
         finding = catalogue.EXIT_WITH_MESSAGE.finding(
             locus=life.locus(caller),
             since_step=last_step(life.tables, caller),
@@ -237,7 +237,7 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
 
 
 def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
-    stops = life.tables.events_of("collector-stop", by=key_of(event))
+    stops = life.tables.events_of("collector-stop", by=writer_of(event))
     resumed = [
         e for e in life.tables.events_of("collector-start") if e.get("resumed") and e["time_ns"] > event["time_ns"]
     ]

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.child_processes import with_living_children
-from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, key_of, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.store import ProcessKey
 from training_harness.records import INLINE_WORKER
 
 #: Training process and number of a loader, as its events have them.
-LoaderKey: TypeAlias = tuple[ProcessKey | None, int | None]
+LoaderKey: TypeAlias = tuple[ProcessKey, int | None]
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
 #: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
@@ -93,7 +93,7 @@ def loader_settings(tables: RunTables) -> dict[LoaderKey, Mapping[str, Any]]:
     """Return the `loader` event by (training process, loader)."""
     return tables.once(
         "loader settings",
-        lambda: {(key_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
+        lambda: {(writer_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
     )
 
 
@@ -115,7 +115,7 @@ def _replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
         members.setdefault(begin, []).append(place)
     replaced: dict[LoaderKey, int] = {}
     for (main, _), places in members.items():
-        if main is None or len(places) < 2:
+        if len(places) < 2:
             continue
         used = _last_used(written(tables, "batch", main))
         newest = max((used.get(loader, 0.0), loader) for _, loader in places if loader is not None)[1]
@@ -186,17 +186,40 @@ def loads_ahead(loop: Loop) -> bool:
     return float(np.nansum(waits[1:][ends[1:] > times[0]])) < _SHARE_IN_STEPS * loop_ns
 
 
+class Epoch(NamedTuple):
+    """The start of an epoch: its event, its training process and loader, and its workers by number."""
+
+    event: Mapping[str, Any]
+    main: ProcessKey
+    loader: int
+    pids: dict[int, int]
+
+
+def epochs_of(tables: RunTables) -> list[Epoch]:
+    """Return the starts of all epochs, in order of time."""
+    return [
+        Epoch(
+            event,
+            writer_of(event),
+            loader,
+            {
+                worker: worker_pid
+                for worker, pid in enumerate(event.get("worker_pids") or ())
+                if (worker_pid := whole(pid)) is not None
+            },
+        )
+        for event in tables.events_of("epoch-start")
+        if (loader := whole(event.get("loader"))) is not None
+    ]
+
+
 def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
     """Map (host, worker pid) to (training process, loader, worker id), in the order of their last epochs."""
     slots: dict[tuple[str, int], tuple[ProcessKey, int, int]] = {}
-    for event in tables.events_of("epoch-start"):
-        owner, loader = key_of(event), whole(event.get("loader"))
-        if owner is None or loader is None:
-            continue
-        for worker, pid in enumerate(event.get("worker_pids") or ()):
-            if (worker_pid := whole(pid)) is not None:
-                slots.pop((owner[0], worker_pid), None)  # a persistent worker, or a pid that is used again
-                slots[(owner[0], worker_pid)] = (owner, loader, worker)
+    for epoch in epochs_of(tables):
+        for worker, pid in epoch.pids.items():
+            slots.pop((epoch.main[0], pid), None)  # a persistent worker, or a pid that is used again
+            slots[(epoch.main[0], pid)] = (epoch.main, epoch.loader, worker)
     return slots
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loops, recreated_loaders, worker_slots
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, window_text, written
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding, Locus, WaitingLine
 from collector.stacks import FETCH, SAMPLER, WAIT, Frame, Place, is_in
@@ -170,7 +170,7 @@ def _main_of(where: Locus, tables: RunTables) -> ProcessKey | None:
     """Return the training process of a finding, if stacks of it were taken."""
     mains = dict.fromkeys(key for event in tables.events_of("stack-series") if (key := _main_key(event)))
     pid = where.pid if where.role == "main" and where.pid is not None else where.main_pid
-    ranks = {key_of(event): event.get("rank") for event in tables.events_of("process-start")}
+    ranks = {writer_of(event): event.get("rank") for event in tables.events_of("process-start")}
     fitting = [
         key
         for key in mains

@@ -102,7 +102,7 @@ def find_copies(tables: RunTables) -> list[Finding]:
 def _forked_lives(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
     """Return (host, pid) -> (training process, loader, worker id) of the newest forked workers in each slot."""
     settings = loader_settings(tables)
-    merged = {main: recreated_loaders(tables, main) for main, _ in settings if main is not None}
+    merged = {main: recreated_loaders(tables, main) for main, _ in settings}
     newest: dict[tuple[ProcessKey, int, int], list[tuple[str, int]]] = {}
     for address, (main, loader, worker) in worker_slots(tables).items():
         if settings.get((main, loader), {}).get("start_method") in ("fork", None):

@@ -19,7 +19,6 @@ from collector.diagnosis.memory.resources import Resource
 from collector.diagnosis.run.columns import (
     SECOND_NS,
     finite,
-    key_of,
     median,
     step_at,
     step_numbers,
@@ -27,7 +26,7 @@ from collector.diagnosis.run.columns import (
     window_text,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT, first_passage_times, unevenness
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
 from collector.diagnosis.statistics.saturation import Saturation
@@ -256,11 +255,11 @@ def steps_left(tables: RunTables) -> float | None:
     A framework goes on counting from a checkpoint's count, so its count is taken where it entered a phase.
     """
     parameters, phases = tables.events_of("hyper-parameters"), tables.events_of("phase")
-    if not parameters or not phases or (key := key_of(phases[-1])) is None:
+    if not parameters or not phases:
         return None
     planned = _planned_steps(parameters[-1]["values"], phases)
     moments = np.array([phases[-1]["time_ns"], tables.now_ns]) / SECOND_NS
-    left = planned - phases[-1]["step"] - float(np.diff(step_numbers(tables, key, moments))[0])
+    left = planned - phases[-1]["step"] - float(np.diff(step_numbers(tables, writer_of(phases[-1]), moments))[0])
     return max(left, 0.0) if math.isfinite(left) else None
 
 

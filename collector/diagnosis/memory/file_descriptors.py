@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import recreated_loaders
+from collector.diagnosis.loading.loaders import epochs_of, recreated_loaders
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import (
     FULL_RATIO,
@@ -30,7 +30,6 @@ from collector.diagnosis.run.columns import (
     by_process,
     floats,
     iterates,
-    key_of,
     last,
     sampled_on,
     seconds,
@@ -194,14 +193,12 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
     replaced: dict[int, float] = {}
     newest: dict[tuple[ProcessKey, int], list[int]] = {}
     one_loop: dict[ProcessKey, dict[int, int]] = {}
-    for event in tables.events_of("epoch-start"):
-        key, loader = key_of(event), whole(event.get("loader"))
-        if key is None or loader is None or key[0] != host or main not in (None, key):
+    for event, key, loader, workers in epochs_of(tables):
+        if key[0] != host or main not in (None, key):
             continue
         if key not in one_loop:
             one_loop[key] = recreated_loaders(tables, key)
-        place = key, one_loop[key].get(loader, loader)
-        pids = [pid for pid in map(whole, event.get("worker_pids") or ()) if pid is not None]
+        place, pids = (key, one_loop[key].get(loader, loader)), [*workers.values()]
         replaced |= {pid: float(event["time_ns"]) for pid in newest.get(place, ()) if pid not in pids}
         newest[place] = pids
     return replaced

@@ -44,7 +44,6 @@ from collector.diagnosis.run.columns import (
     finite,
     floats,
     iterates,
-    key_of,
     resident_bytes,
     seconds,
     steps_within,
@@ -58,7 +57,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
@@ -476,7 +475,7 @@ def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
     changes: list[float] = []
     pids: dict[int | None, tuple[int, ...]] = {}
     for event in tables.events:
-        if event["kind"] == "epoch-start" and key_of(event) == key:
+        if event["kind"] == "epoch-start" and writer_of(event) == key:
             loader, workers = whole(event.get("loader")), tuple(event.get("worker_pids") or ())
             if pids.get(loader) != workers:
                 changes.append(event["time_ns"] / SECOND_NS)

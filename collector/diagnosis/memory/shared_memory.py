@@ -83,7 +83,7 @@ class SharedMemory:
         batch = tables.stream("batch")
         workers: dict[object, int] = {}
         for (main, _), setting in loader_settings(tables).items():
-            if main is not None and main[0] == host:
+            if main[0] == host:
                 workers[main] = max(workers.get(main, 0), int(setting.get("num_workers") or 0))
         used = floats(samples, "shm_used_bytes")
         return cls(

@@ -15,7 +15,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, fetch_ns, starved_ns
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, median, whole
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, whole
 from collector.diagnosis.stalls.case import EpochStarts
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
 from collector.findings import Advice, Finding
@@ -98,9 +98,9 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
 def _starts(loop: Loop) -> dict[int, list[_Start]]:
     """Return the starts of each worker's epochs, by its pid, in order of time."""
     ready = {
-        key[1]: float(event["time_ns"])
+        event["pid"]: float(event["time_ns"])
         for event in loop.tables.events_of("worker-ready")
-        if (key := key_of(event)) is not None and key[0] == loop.main[0]
+        if event["host"] == loop.main[0]
     }
     starts: dict[int, list[_Start]] = {}
     for event in loop.tables.events_of("epoch-start", by=loop.main):
