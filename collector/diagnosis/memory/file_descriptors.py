@@ -24,7 +24,7 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import CONFIRMED, Use, is_brief, leak_finding, rise_since, young_finding
+from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, leak_finding, rise_since, young_finding
 from collector.diagnosis.run.columns import (
     PROCESS,
     by_process,
@@ -44,7 +44,7 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
-from collector.findings import Evidence, Finding, Limit, Locus, fact
+from collector.findings import Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 
 #: A rise below one descriptor per block of a trend is a few single events.
@@ -124,24 +124,24 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
             evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit, "last sample")
             yield used_ratio, full_finding(resources.OPEN_FILES, bound, used, process.locus, evidence, process=name)
         return
-    witnesses, is_batches = _witnesses(tables, process, usual, trend, limit)
-    if is_brief(tables, usual, trend):
+    growing, is_batches = _with_witnesses(process, GrowingUse(usual, trend), limit)
+    if growing.is_brief:
         grows = f"The number of open files of {process.name} grows"
-        brief = young_finding(tables, usual, trend, witnesses, negligible=_NEGLIGIBLE_COUNT, grows=grows)
-        yield used_ratio, brief
+        yield used_ratio, young_finding(growing, negligible=_NEGLIGIBLE_COUNT, grows=grows)
         return
     kept = _kept_workers(tables, process, trend)
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
     words: dict[str, object] = {"process": name}
     if kept:
         resource, words = resources.OPEN_WORKERS, words | {"workers": kept}
-        witnesses = (*witnesses, fact("kept_workers_count", kept, "last samples"))
+        witness = fact("kept_workers_count", kept, "last samples")
+        growing = replace(growing, witnesses=(*growing.witnesses, witness))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
-    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, **words)
+    yield used_ratio, leak_finding(resource, growing, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
-    course = Course(what=what, resource=resource, use=use, growth=trend, limit=bound)
+    course = Course(what=what, resource=resource, growing=replace(growing, use=use), limit=bound)
     if used_ratio and course.is_relevant:
-        yield used_ratio, exhaustion_finding(tables, course, witnesses)
+        yield used_ratio, exhaustion_finding(course)
 
 
 def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bool:
@@ -216,21 +216,20 @@ def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:
     return kept if _FILES_OF_WORKER * kept >= CONFIRMED * trend.rise else 0
 
 
-def _witnesses(
-    tables: RunTables, process: _Process, use: Use, trend: Growth, limit: float
-) -> tuple[tuple[Evidence, ...], bool]:
-    """Return what confirms a growth, and whether it consists of batches from workers that are held."""
+def _with_witnesses(process: _Process, growing: GrowingUse, limit: float) -> tuple[GrowingUse, bool]:
+    """Return a growth with what confirms it, and whether it consists of batches from workers that are held."""
+    trend = growing.trend
     shared_rise = rise_since(seconds(process.rows), floats(process.rows, "shm_bytes"), trend)
     is_batches = shared_rise >= CONFIRMED * _SHARED_BYTES * trend.rise
-    steps = steps_within(tables, use.key, *use.span_ns(trend))
+    steps = steps_within(growing.use.tables, growing.use.key, *growing.span_ns)
     values = {
         "fd_limit_count": limit,
         "fd_per_step": trend.rise / steps,
         "process_shm_rise_bytes": shared_rise if is_batches else math.nan,
     }
-    evidence = (
+    witnesses = (
         fact(name, round(value, 3), "same window", n=trend.n)
         for name, value in values.items()
         if math.isfinite(value)
     )
-    return tuple(evidence), is_batches
+    return replace(growing, witnesses=tuple(witnesses)), is_batches

@@ -17,7 +17,7 @@ import pandas as pd
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO, Course, exhaustion_finding, full_finding
 from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps, use_of
-from collector.diagnosis.memory.leak import CONFIRMED, Use, share_of, witnesses_of
+from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
 from collector.diagnosis.run.tables import RunTables
@@ -32,10 +32,10 @@ def find_device_risk(tables: RunTables) -> list[Finding]:
         capacities = [capacity_of(tables, rank) for rank in ranks]
         total = max([last(floats(samples, "total_bytes")), *(total for total, _ in capacities)], key=np.nan_to_num)
         shares = [(rank, share) for rank, (_, share) in zip(ranks, capacities, strict=True) if share < total]
-        on_shares = [_judge(tables, _share_of_device(rank, share), [rank]) for rank, share in shares]
+        on_shares = [_judge(_share_of_device(tables, rank, share), [rank]) for rank, share in shares]
         findings += on_shares
         if not any(on_shares):  # a share is used up before the device is
-            findings.append(_judge(tables, _whole_device(tables, host, device, samples, ranks, total), ranks))
+            findings.append(_judge(_whole_device(tables, host, device, samples, ranks, total), ranks))
     return [finding for finding in findings if finding is not None]
 
 
@@ -93,12 +93,12 @@ def _whole_device(
     )
 
 
-def _share_of_device(rank: Allocator, share: float) -> _Memory:
+def _share_of_device(tables: RunTables, rank: Allocator, share: float) -> _Memory:
     """Return a process's use of the share of the device that it may use (`set_per_process_memory_fraction`)."""
     return _Memory(
         what=f"The share of GPU {rank.device} that pid {rank.key[1]} may use",
         limit=Limit(name=f"its share of GPU {rank.device}", value=share, unit="bytes"),
-        demand=use_of(rank, "demand", rank.held_bytes),
+        demand=use_of(tables, rank, "demand", rank.held_bytes),
         witnesses={
             "allocated_rise_bytes": rank.column("allocated_bytes"),
             "inactive_split_rise_bytes": rank.column("inactive_split_bytes"),
@@ -108,7 +108,7 @@ def _share_of_device(rank: Allocator, share: float) -> _Memory:
     )
 
 
-def _judge(tables: RunTables, memory: _Memory, ranks: list[Allocator]) -> Finding | None:
+def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     demand, limit = memory.demand, memory.limit
     if not limit.value > 0 or not np.isfinite(demand.values).any():
         return _by_retries(ranks, demand.locus, limit, math.nan)
@@ -121,10 +121,11 @@ def _judge(tables: RunTables, memory: _Memory, ranks: list[Allocator]) -> Findin
         resources.GPU_OF_OTHERS if others else resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
     )
     use = replace(demand, values=_use_at_limit(memory, trend, ranks))
-    course = Course(what=memory.what, resource=resource, use=use, growth=trend, limit=limit)
+    growing = GrowingUse(use, trend, witnesses)
+    course = Course(what=memory.what, resource=resource, growing=growing, limit=limit)
     if not witnesses or not course.is_relevant:
         return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
-    risk = exhaustion_finding(tables, course, witnesses)
+    risk = exhaustion_finding(course)
     return replace(risk, summary=f"{risk.summary} Other processes grow there, not this run.") if others else risk
 
 
