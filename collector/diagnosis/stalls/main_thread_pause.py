@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.loading.core_waits import queued_ratio
@@ -12,7 +11,7 @@ from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, wr
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
-from collector.diagnosis.statistics.growth import spread
+from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Advice, Finding, Locus, measurements
 from collector.store import ProcessKey
 from collector.units import count, duration, percent
@@ -28,6 +27,12 @@ _LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
 _REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth
 _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
 _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
+_LESS_SAVING = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
+_LESS_EVERY = (
+    "Look at what the loop does every {distance} steps: garbage collection (gc.freeze() after set-up, and fewer "
+    "live objects), logging, saving a checkpoint, .item() or .cpu() on the device; do it less often, or in another "
+    "thread or process"
+)
 
 
 def find_pauses(tables: RunTables) -> list[Finding]:
@@ -42,14 +47,7 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return []
-    usual = float(np.median(work))
-    is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
-    # More passes of the model than usual are a rollout or an evaluation, and no pause.
-    passes = floats(steps, "passes_count")
-    is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
-    at = np.flatnonzero(is_pause)
-    if len(at):  # leave out single steps that are somewhat longer by chance
-        at = at[work[at] - usual >= _LEAST_PAUSE * np.quantile(work[at] - usual, 0.75)]
+    usual, at = float(np.median(work)), _long_steps(tables, steps, work, main)
     if not _MIN_PAUSES <= len(at) <= _MOST_PAUSES * len(steps):
         return []
     distance = float(np.median(np.diff(at)))
@@ -64,14 +62,8 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
         return []  # the process waited for a core
     pause_seconds = seconds / len(at)
     saving = _saving_ratio(tables, steps.iloc[at], main, seconds)
-    if is_saving := saving >= _ONE_PHASE:
-        text = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
-    else:
-        text = (
-            f"Look at what the loop does every {count(distance)} steps: garbage collection "
-            "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
-            ".item() or .cpu() on the device; do it less often, or in another thread or process"
-        )
+    is_saving = saving >= _ONE_PHASE
+    text = _LESS_SAVING if is_saving else _LESS_EVERY.format(distance=count(distance))
     advice = Advice(text=text, expected=f"up to {percent(loss.ratio)} less time")
     return [
         Finding(
@@ -94,7 +86,21 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     ]
 
 
-def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tuple[str, float]:
+def _long_steps(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> npt.NDArray[np.intp]:
+    """Return the places of steps that take far longer than usual, for no reason that is known."""
+    usual = float(np.median(work))
+    is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
+    # More passes of the model than usual are a rollout or an evaluation, and no pause.
+    passes = floats(steps, "passes_count")
+    is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
+    at = np.flatnonzero(is_pause)
+    if not len(at):
+        return at
+    # Leave out single steps that are somewhat longer by chance.
+    return at[work[at] - usual >= _LEAST_PAUSE * np.quantile(work[at] - usual, 0.75)]
+
+
+def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tuple[str, float]:
     """Return the phase in which most of the pauses' excess time lies, and its share of that."""
     excess = {}
     for name in _PHASES:
@@ -115,11 +121,11 @@ def _saving_ratio(tables: RunTables, pauses: pd.DataFrame, main: ProcessKey, sec
     return min(float((ended - begun)[is_inside].sum()) / (seconds * SECOND_NS), 1.0)
 
 
-def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> np.ndarray[Any, Any]:
+def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> npt.NDArray[np.bool_]:
     """Return which steps have the start of an epoch of any loader: starting workers, or validation, is no pause."""
     batches = written(tables, "batch", main)
     begins = np.sort(floats(batches[floats(batches, "index") == 0], "time_ns"))
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")
-    has_start: np.ndarray[Any, Any] = np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
+    has_start: npt.NDArray[np.bool_] = np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
     return has_start
