@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from collector.diagnosis.deaths import FIX_LEAK
+from collector.diagnosis.deaths.catalogue import FIX_LEAK
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
 

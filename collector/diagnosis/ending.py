@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths import LAST_MINUTE_SECONDS, end_of
+from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written

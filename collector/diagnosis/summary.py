@@ -8,7 +8,7 @@ from typing import TypedDict, cast
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.deaths import earlier_workers, last_states, to_records
+from collector.diagnosis.deaths.last_minute import earlier_workers, last_states, to_records
 from collector.diagnosis.loading.loaders import loads_ahead, loops
 from collector.diagnosis.run.columns import (
     PROCESS,

@@ -8,20 +8,20 @@ from typing import TypeVar
 
 from collector.diagnosis.checks import checks_of
 from collector.diagnosis.consequences import rises_bytes, without_consequences
-from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
+from collector.diagnosis.deaths.deaths import find_deaths
+from collector.diagnosis.deaths.hang import find_hangs
+from collector.diagnosis.deaths.idle_hang import find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
 from collector.diagnosis.loading.caught_errors import find_caught_errors
 from collector.diagnosis.loading.names import add_loader_name, without_replaced_settings
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
-from collector.diagnosis.memory import (
-    add_allocation_sites,
-    find_descriptors,
-    find_device_growth,
-    find_device_risk,
-    find_host_risk,
-    find_leaks,
-    find_shared_memory,
-)
+from collector.diagnosis.memory.allocation_sites import add_allocation_sites
+from collector.diagnosis.memory.file_descriptors import find_descriptors
+from collector.diagnosis.memory.gpu_growth import find_device_growth
+from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
+from collector.diagnosis.memory.heap_leaks import find_leaks
+from collector.diagnosis.memory.host_oom_risk import find_host_risk
+from collector.diagnosis.memory.shared_memory import find_shared_memory
 from collector.diagnosis.run import RunTables, Status, lifecycle_of
 from collector.diagnosis.stalls.main_thread_pause import find_pauses
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler

@@ -235,7 +235,7 @@ def _awaited(
 ) -> Iterator[Frames | None]:
     by_record = _awaited_workers(series.times, loop)
     for moment, stack in enumerate(series.main):
-        if stack is None or not _is_inside(stack, WAIT):
+        if not _inside(stack, WAIT):
             continue
         for pid, samples in series.others.items():
             if pid in wanted and by_record[moment] in (None, workers[pid]):
@@ -280,13 +280,9 @@ def _is_work(stack: Frames) -> bool:
 
 def _at_work(series: _Series) -> Iterator[Frames | None]:
     """Yield the stacks of all processes that neither wait for a batch nor for an index."""
-    yield from (stack for stack in series.main if stack and not _is_inside(stack, WAIT))
+    yield from (stack for stack in series.main if stack and not _inside(stack, WAIT))
     for samples in series.others.values():
         yield from (_inside(stack, FETCH) for stack in samples)
-
-
-def _is_inside(stack: Frames, place: Place) -> bool:
-    return any(is_in(frame.place, *place) for frame in stack)
 
 
 def _inside(stack: Frames | None, place: Place) -> Frames | None:
