@@ -72,14 +72,29 @@ class _Process:
         """True for a worker of a loader."""
         return self.locus.role == "worker"
 
+    @property
+    def counts(self) -> Floats:
+        """Number of its open files at each sample."""
+        return floats(self.rows, "fd_count")
+
+    @property
+    def limit(self) -> Limit:
+        """Number of files that it may open."""
+        return Limit(name="RLIMIT_NOFILE", value=last(floats(self.rows, "fd_limit_count")), unit="count")
+
+    @property
+    def used_ratio(self) -> float:
+        """Used share of its limit, 0 if the limit is not known."""
+        return current_level(self.counts) / self.limit.value if self.limit.value > 0 else 0.0
+
 
 def find_descriptors(tables: RunTables) -> list[Finding]:
     """Find `fd-leak` and `fd-exhaustion-risk`, once per loader: for the worker that is nearest to its limit."""
     groups: dict[tuple[str, Locus], list[tuple[float, Finding]]] = {}
     for process in _processes(tables):
         place = replace(process.locus, pid=None, worker=None) if process.is_worker else process.locus
-        for used_ratio, finding in _judge(tables, process):
-            groups.setdefault((finding.kind, place), []).append((used_ratio, finding))
+        for finding in _judge(tables, process):
+            groups.setdefault((finding.kind, place), []).append((process.used_ratio, finding))
     return [_nearest_to_limit(group) for group in groups.values()]
 
 
@@ -105,43 +120,41 @@ def _processes(tables: RunTables) -> Iterator[_Process]:
             yield _Process(key=key, name=name, locus=locus, rows=with_early_samples(tables, rows))
 
 
-def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Finding]]:
-    """Yield the findings on one process, each with the used share of its limit."""
-    times, counts = seconds(process.rows), floats(process.rows, "fd_count")
-    n = int(np.isfinite(counts).sum())
-    if n < MIN_POINTS:
-        return
+def _judge(tables: RunTables, process: _Process) -> list[Finding]:
+    """Return the findings on one process."""
+    times, counts = seconds(process.rows), process.counts
+    if np.isfinite(counts).sum() < MIN_POINTS:
+        return []
     key = None if process.is_worker else process.key  # the steps of the run count for a worker
     use = Use.of(tables, "fd", process.locus, times, counts, key=key, unit="count")
-    used, limit = current_level(counts), last(floats(process.rows, "fd_limit_count"))
-    used_ratio, name = used / limit if limit > 0 else 0.0, sentence(process.name)
-    bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
     is_usual = _has_usual_processes(tables, process)
     usual = use.where(is_usual)
     trend = usual.growth(_NEGLIGIBLE_COUNT)
     if trend is None or _rests_since(trend, use, is_usual):
-        if used_ratio >= FULL_RATIO:
-            evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit, "last sample")
-            yield used_ratio, full_finding(resources.OPEN_FILES, bound, used, process.locus, evidence, process=name)
-        return
-    growing, is_batches = _with_witnesses(process, GrowingUse(usual, trend), limit)
+        return _full(process) if process.used_ratio >= FULL_RATIO else []
+    growing, is_batches = _with_witnesses(process, GrowingUse(usual, trend))
     if growing.is_brief:
         grows = f"The number of open files of {process.name} grows"
-        yield used_ratio, young_finding(growing, negligible=_NEGLIGIBLE_COUNT, grows=grows)
-        return
-    kept = _kept_workers(tables, process, trend)
+        return [young_finding(growing, negligible=_NEGLIGIBLE_COUNT, grows=grows)]
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
-    words: dict[str, object] = {"process": name}
-    if kept:
+    words: dict[str, object] = {"process": sentence(process.name)}
+    if kept := _kept_workers(tables, process, trend):
         resource, words = resources.OPEN_WORKERS, words | {"workers": kept}
         witness = fact("kept_workers_count", kept, "last samples")
         growing = replace(growing, witnesses=(*growing.witnesses, witness))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
-    yield used_ratio, leak_finding(resource, growing, iterates=iterating, **words)
+    leak = leak_finding(resource, growing, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
-    course = Course(what=what, resource=resource, growing=replace(growing, use=use), limit=bound)
-    if used_ratio and course.is_relevant:
-        yield used_ratio, exhaustion_finding(course)
+    course = Course(what=what, resource=resource, growing=replace(growing, use=use), limit=process.limit)
+    return [leak, exhaustion_finding(course)] if process.used_ratio and course.is_relevant else [leak]
+
+
+def _full(process: _Process) -> list[Finding]:
+    used, limit = current_level(process.counts), process.limit
+    n = int(np.isfinite(process.counts).sum())
+    evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit.value, "last sample")
+    name = sentence(process.name)
+    return [full_finding(resources.OPEN_FILES, limit, used, process.locus, evidence, process=name)]
 
 
 def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bool:
@@ -216,14 +229,14 @@ def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:
     return kept if _FILES_OF_WORKER * kept >= CONFIRMED * trend.rise else 0
 
 
-def _with_witnesses(process: _Process, growing: GrowingUse, limit: float) -> tuple[GrowingUse, bool]:
+def _with_witnesses(process: _Process, growing: GrowingUse) -> tuple[GrowingUse, bool]:
     """Return a growth with what confirms it, and whether it consists of batches from workers that are held."""
     trend = growing.trend
     shared_rise = rise_since(seconds(process.rows), floats(process.rows, "shm_bytes"), trend)
     is_batches = shared_rise >= CONFIRMED * _SHARED_BYTES * trend.rise
     steps = steps_within(growing.use.tables, growing.use.key, *growing.span_ns)
     values = {
-        "fd_limit_count": limit,
+        "fd_limit_count": process.limit.value,
         "fd_per_step": trend.rise / steps,
         "process_shm_rise_bytes": shared_rise if is_batches else math.nan,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -395,13 +395,7 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         if sum(rise >= leak.trend.rise / 2 for rise in of_loader.rises[number]) < _MIN_EPOCHS
     ]
     leaks = unbounded or [*candidates.values()]
-    trends = [leak.trend for leak in leaks]
-    total = Rate(
-        value=sum(trend.slope for trend in trends),
-        low=sum(trend.low for trend in trends),
-        high=sum(trend.high for trend in trends),
-        unit="bytes/s",
-    )
+    total = _total([leak.rate for leak in leaks])
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
     most, names, are_several = max(leaks, key=_rise), ", ".join(map(str, workers)), len(workers) > 1
     finding = leak_finding(
@@ -410,7 +404,7 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         workers=names,
         subject=f"Workers {names}" if are_several else f"Worker {names}",
         keep="keep" if are_several else "keeps",
-        rise=size(sum(trend.rise for trend in trends)),
+        rise=size(sum(map(_rise, leaks))),
         most=f" Worker {most.use.locus.worker} grew most: {size(most.trend.rise)}." if are_several else "",
         slope=size(total.value),
     )
@@ -423,6 +417,11 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(of_loader.rises))),
         rate=total,
     )
+
+
+def _total(rates: Sequence[Rate]) -> Rate:
+    value, low, high = (sum(getattr(rate, name) for rate in rates) for name in ("value", "low", "high"))
+    return Rate(value=value, low=low, high=high, unit=rates[0].unit)
 
 
 def _rise(leak: GrowingUse) -> float:

@@ -21,6 +21,7 @@ from collector.findings import Advice, Finding
 from collector.units import duration, number, percent
 
 _MIN_SAMPLES = 3
+_FEWER_THREADS = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
 
 
 def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
@@ -39,18 +40,18 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     if others and cores_are_free(tables, loop.main[0], *span_ns):
         return []  # it is woken late, as a thread is that sleeps often: no other process takes its core
     by_workers = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
-    facts = case.facts("main", loss)
+    facts, in_use = case.facts("main", loss), f"{number(used)} of {number(cores)} usable cores"
     facts["confidence"] = loss.confidence(_MIN_SAMPLES)
     if by_workers:
-        how = f"The workers take the cores: the run's processes use {number(used)} of {number(cores)} usable cores."
+        how = f"The workers take the cores: the run's processes use {in_use}."
         advice = advise_crowded(loop.num_workers, cores)
     else:
         facts["severity"] = "info"  # Nothing in the training is wrong, and it may last only for a while.
         rest = "other processes use the rest" if others else "its own processes use them"
-        get = f"The run's processes get {number(used)} of {number(cores)} usable cores"
-        how = f"{get}; {rest}." + (f" Loader {loop.loader} keeps up." if keeps_up else "")
-        fewer = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
-        text = FREE_CORES if others else fewer
+        how = f"The run's processes get {in_use}; {rest}." + (
+            f" Loader {loop.loader} keeps up." if keeps_up else ""
+        )
+        text = FREE_CORES if others else _FEWER_THREADS
         advice = (Advice(text=text, expected=f"up to {percent(share)} less time per step"),)
     return [
         Finding(
