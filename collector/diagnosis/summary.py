@@ -25,7 +25,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
-from collector.diagnosis.run.tables import RunTables, step_units
+from collector.diagnosis.run.tables import RunTables, once, step_units
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.throughput import Slowdown, slowdown
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
@@ -269,12 +269,9 @@ def memory_curve(tables: RunTables, points_count: int) -> list[float]:
     return [float(value) for value in total.groupby(stretch).max()]
 
 
+@once
 def _memory_over_time(tables: RunTables) -> pd.Series:
     """Return the PSS of the training's processes together (bytes), as pages draw it; empty if not read."""
-    return tables.once("memory over time", lambda: _sum_pss(tables))
-
-
-def _sum_pss(tables: RunTables) -> pd.Series:
     process = tables.stream("process")
     samples = pd.DataFrame(
         {

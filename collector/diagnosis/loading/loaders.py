@@ -16,7 +16,7 @@ import pandas as pd
 from collector.diagnosis.loading.child_processes import with_living_children
 from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.store import ProcessKey
 from training_harness.records import INLINE_WORKER
 
@@ -67,12 +67,9 @@ def loops(tables: RunTables) -> list[Loop]:
     return [loop for loop in all_loops(tables) if (loop.main, loop.loader) not in replaced]
 
 
+@once
 def all_loops(tables: RunTables) -> list[Loop]:
     """Return every loop that has yielded a batch, with each setting of its DataLoader."""
-    return tables.once("loops", lambda: _loops(tables))
-
-
-def _loops(tables: RunTables) -> list[Loop]:
     batch = lifecycle_of(tables).of_last_attempt(tables.stream("batch"))
     if batch.empty:
         return []
@@ -89,23 +86,18 @@ def _loops(tables: RunTables) -> list[Loop]:
     return found_loops
 
 
+@once
 def loader_settings(tables: RunTables) -> dict[LoaderKey, Mapping[str, Any]]:
     """Return the `loader` event by (training process, loader)."""
-    return tables.once(
-        "loader settings",
-        lambda: {(writer_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
-    )
+    return {(writer_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")}
 
 
+@once
 def replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     """Map each setting of a DataLoader that gave way to another one to the loader number of the one that runs last.
 
     That is the one with the newest batch. Findings and predictions concern it alone.
     """
-    return tables.once("replaced loaders", lambda: _replaced_loaders(tables))
-
-
-def _replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     first: dict[LoaderKey, LoaderKey] = {}
     for (main, loader), event in loader_settings(tables).items():  # in order of time
         before = main, whole(event.get("replaces"))

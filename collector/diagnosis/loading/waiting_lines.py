@@ -18,7 +18,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loops, recreated_loaders, worker_slots
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, window_text, written
-from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding, Locus, WaitingLine
 from collector.stacks import FETCH, SAMPLER, WAIT, Frame, Place, is_in
@@ -183,12 +183,10 @@ def _main_key(event: Mapping[str, Any]) -> ProcessKey | None:
     return key_of({"host": event["host"], "pid": event.get("of_pid"), "start_ticks": event.get("of_start_ticks")})
 
 
+@once
 def _series_of(tables: RunTables, main: ProcessKey) -> list[_Series]:
-    def read() -> list[_Series]:
-        events = [event for event in tables.events_of("stack-series") if _main_key(event) == main]
-        return [_read(event) for event in events[-_MOST_SERIES:]]
-
-    return tables.once(("stack series", main), read)
+    events = [event for event in tables.events_of("stack-series") if _main_key(event) == main]
+    return [_read(event) for event in events[-_MOST_SERIES:]]
 
 
 def _read(event: Mapping[str, Any]) -> _Series:

@@ -42,7 +42,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Finding, Limit, Locus, fact
 from collector.store import ProcessKey
@@ -172,13 +172,14 @@ def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bo
 def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]:
     """Return which of its samples were taken while the usual number of the run's processes lived on its host."""
     host = process.key[0]
-    begins, ends = tables.once(("lives", host), lambda: _lives(tables, host))
+    begins, ends = _lives(tables, host)
     times = floats(process.rows, "time_ns")
     living = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="left")
     usual: npt.NDArray[np.bool_] = living == np.bincount(living).argmax()
     return usual
 
 
+@once
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     """Return the times at which processes of the run were first, and last, seen alive; each sorted, in ns.
 

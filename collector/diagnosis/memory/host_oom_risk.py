@@ -33,7 +33,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.findings import Evidence, Finding, Limit, Locus, fact
 
 #: Share of the limit that is critical.
@@ -121,22 +121,19 @@ def _uncopied_bytes(finding: Finding) -> float:
     return max(0.0, finding.limit.value - copied) if finding.limit else 0.0
 
 
+@once
 def run_rise_bytes(tables: RunTables, host: str, since_seconds: float) -> float:
     """Return the rise of the run's processes since then, NaN if they have too few samples.
 
     It is the sum of `held_bytes`, in which shared memory counts once.
     """
-
-    def find() -> float:
-        process = tables.stream("process")
-        rises, count = [], 0
-        for _, rows in by_process(process[process["host"] == host]):
-            held = finite(held_bytes(rows)[floats(rows, "time_ns") >= since_seconds * SECOND_NS])
-            count += len(held)
-            rises.append(float(held[-1] - held[0]) if len(held) else 0.0)
-        return sum(rises) if count >= _MIN_READINGS else math.nan
-
-    return tables.once((run_rise_bytes, host, since_seconds), find)
+    process = tables.stream("process")
+    rises, count = [], 0
+    for _, rows in by_process(process[process["host"] == host]):
+        held = finite(held_bytes(rows)[floats(rows, "time_ns") >= since_seconds * SECOND_NS])
+        count += len(held)
+        rises.append(float(held[-1] - held[0]) if len(held) else 0.0)
+    return sum(rises) if count >= _MIN_READINGS else math.nan
 
 
 def _witnesses(tables: RunTables, host: str, growing: GrowingUse) -> tuple[Evidence, ...]:

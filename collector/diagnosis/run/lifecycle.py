@@ -19,7 +19,7 @@ import pandas as pd
 
 from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, key_of, origin_ns, sampled, whole
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import Locus
 from collector.store import ProcessKey
@@ -351,9 +351,10 @@ class Lifecycle:
         return max(0.0, (finish - begin) / SECOND_NS)
 
 
+@once
 def lifecycle_of(tables: RunTables) -> Lifecycle:
     """Return the lifecycle of a run's processes, computed once."""
-    return tables.once(Lifecycle, lambda: Lifecycle(tables))
+    return Lifecycle(tables)
 
 
 def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from training_harness.events import EventKind
 from training_harness.records import IDENTITY, STREAMS, UNIT_BATCH, UNIT_OPTIMIZER
 
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 #: Approximate number of rows of each stream that the rules read at most: it bounds the cost of a verdict.
 ROWS_PER_STREAM = 100_000
 #: Events that shape a run: they are few, and none is ever left out.
@@ -136,6 +138,18 @@ class RunTables:
         """Return the events of these kinds, in order of time; only those that one process wrote, if it is given."""
         events = (event for event in self.events if event["kind"] in kinds)
         return [event for event in events if by is None or writer_of(event) == by]
+
+
+def once(
+    compute: Callable[Concatenate[RunTables, _Arguments], _Result],
+) -> Callable[Concatenate[RunTables, _Arguments], _Result]:
+    """Make a function of a run's tables compute each result once, since several rules ask for it."""
+
+    @functools.wraps(compute)
+    def cached(tables: RunTables, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return tables.once((compute, args, *kwargs.items()), lambda: compute(tables, *args, **kwargs))
+
+    return cached
 
 
 def load_tables(run: Run) -> RunTables:
