@@ -68,28 +68,33 @@ def _whole_device(
     """Return the use that the driver counts, or without it that of PyTorch, which is less."""
     used, run = floats(samples, "used_bytes"), floats(samples, "process_used_bytes")
     has_driver = bool(np.isfinite(used).any())
-    what = f"The memory of GPU {device}"
-    what += "" if has_driver else ", counting PyTorch alone because NVML reports nothing,"
     times = seconds(samples) if has_driver else ranks[0].seconds
     reserved, allocated, holes = (
         np.sum([np.zeros(len(times)), *(rank.at(times, name) for rank in ranks)], axis=0)
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
     held = allocated + np.nan_to_num(holes)
-    demand = used - reserved + held if has_driver else held
+    what, locus = f"The memory of GPU {device}", Locus(host=host, device=device)
+    limit = Limit(name=f"GPU {device}", value=total, unit="bytes")
+    of_pytorch = {"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes} if ranks else {}
+    if not has_driver:
+        return _Memory(
+            what=f"{what}, counting PyTorch alone because NVML reports nothing,",
+            limit=limit,
+            demand=Use.of(tables, "demand", locus, times, held),
+            witnesses={**of_pytorch, "reserved_rise_bytes": reserved},
+            peak_bytes=math.nan,
+        )
+    of_device = {"device_used_rise_bytes": used} if ranks else {}
     return _Memory(
         what=what,
-        limit=Limit(name=f"GPU {device}", value=total, unit="bytes"),
-        demand=Use.of(tables, "demand", Locus(host=host, device=device), times, demand),
-        witnesses={
-            **({"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes} if ranks else {}),
-            **({"device_used_rise_bytes": used} if has_driver and ranks else {}),
-            **({"process_used_rise_bytes": run} if has_driver else {"reserved_rise_bytes": reserved}),
-        },
-        peak_bytes=peak(used) if has_driver else math.nan,
-        used=used if has_driver else None,
-        library=run - reserved if has_driver and ranks else None,
-        others=floats(samples, "other_used_bytes") if has_driver else None,
+        limit=limit,
+        demand=Use.of(tables, "demand", locus, times, used - reserved + held),
+        witnesses={**of_pytorch, **of_device, "process_used_rise_bytes": run},
+        peak_bytes=peak(used),
+        used=used,
+        library=run - reserved if ranks else None,
+        others=floats(samples, "other_used_bytes"),
     )
 
 
