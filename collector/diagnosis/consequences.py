@@ -36,11 +36,12 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     stay. A forecast of growth by what the optimizers keep becomes information.
     """
     is_leak = finding.kind == "main-heap-leak"
-    is_small = finding.kind == "bounded-growth" or (finding.kind == "cannot-tell" and finding.rate is not None)
-    is_small = is_small and finding.locus.role == "main"
-    goes_with_tensors = (is_small or is_leak) and _goes_with_tensors(findings, finding)
-    if (is_small or is_leak) and _is_pinned_cache(findings, finding):
+    is_doubt = finding.kind == "cannot-tell" and finding.rate is not None
+    is_small = finding.locus.role == "main" and (is_doubt or finding.kind == "bounded-growth")
+    is_of_heap = is_small or is_leak
+    if is_of_heap and _is_pinned_cache(findings, finding):
         return None
+    goes_with_tensors = is_of_heap and _goes_with_tensors(findings, finding)
     if (is_small and goes_with_tensors) or _is_met(findings, finding):
         return None
     if goes_with_tensors:
