@@ -124,31 +124,13 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     """Return a finding for workers that together cannot keep up."""
     loop, steady = case.loop, case.steady
     limit, outlook = worker_limit(loop), forecast(loop)
-    sharing = outlook.measured.sharing if isinstance(outlook, Forecast) else None
+    slow, slowest = _slow_batches(case)
+    in_common, tests = _in_common(outlook)
     subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
     if loop.num_workers == 2:
         subject = f"Both workers of loader {loop.loader} are"
     elif loop.num_workers == 1:
         subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
-    in_common, tests = "", {}
-    fetches = steady_fetches(loop)
-    slow_fetches = fetches[is_tail(fetches)]
-    in_slow = float(slow_fetches["fetch_ns"].sum() / fetches["fetch_ns"].sum())
-    slow, slowest = "", tuple[Evidence, ...]()
-    if steady.tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL:
-        slow = (
-            f" {percent(steady.tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
-            f"{percent(in_slow)} of the workers' time."
-        )
-        slowest = (*case.measured(straggler_ratio=steady.tail_ratio), _slowest_batches(slow_fetches))
-    if sharing and sharing.because:
-        wait = "wait" if sharing.is_shared else "may wait"
-        in_common = f" They {wait} for one thing in common: {sharing.because}."
-        tests = {
-            "fetches_alike_sigmas": sharing.correlation_sigmas,
-            "fetches_beside_sigmas": sharing.slowdown_sigmas,
-            "fetches_turn_sigmas": sharing.queue_sigmas,
-        }
     return Finding(
         kind="workers-too-slow",
         summary=f"{subject} too slow: the loop waits {_waits(steady)} and the {idle} "
@@ -162,13 +144,42 @@ def workers_too_slow(case: LoadingCase) -> Finding:
             ),
             *slowest,
             *limit.evidence,
-            *(measurements(len(sharing.service), "recent fetches", **tests) if sharing and tests else ()),
+            *tests,
         ),
         advice=advise_fetches(case, limit, outlook),
         limited_by=limit.by,
         fault=fault_of_fetches(limit, outlook),
         **case.facts("worker"),
     )
+
+
+def _slow_batches(case: LoadingCase) -> tuple[str, tuple[Evidence, ...]]:
+    """Return a sentence on a few slow batches that take most of the workers' time, and them; empty without such."""
+    fetches, tail_ratio = steady_fetches(case.loop), case.steady.tail_ratio
+    slow = fetches[is_tail(fetches)]
+    in_slow = float(slow["fetch_ns"].sum() / fetches["fetch_ns"].sum())
+    if not (tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL):
+        return "", ()
+    words = (
+        f" {percent(tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
+        f"{percent(in_slow)} of the workers' time."
+    )
+    return words, (*case.measured(straggler_ratio=tail_ratio), _slowest_batches(slow))
+
+
+def _in_common(outlook: Forecast | str) -> tuple[str, tuple[Evidence, ...]]:
+    """Return a sentence on what the workers wait for in common, and the tests for that; empty if for nothing."""
+    sharing = outlook.measured.sharing if isinstance(outlook, Forecast) else None
+    if sharing is None or not sharing.because:
+        return "", ()
+    tests = {
+        "fetches_alike_sigmas": sharing.correlation_sigmas,
+        "fetches_beside_sigmas": sharing.slowdown_sigmas,
+        "fetches_turn_sigmas": sharing.queue_sigmas,
+    }
+    wait = "wait" if sharing.is_shared else "may wait"
+    words = f" They {wait} for one thing in common: {sharing.because}."
+    return words, measurements(len(sharing.service), "recent fetches", **tests)
 
 
 def collate_bound(case: LoadingCase) -> Finding:
