@@ -16,7 +16,7 @@ from app.format import plain
 from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import Evidence, Finding
+from collector.findings import KINDS, Evidence, Finding
 from collector.units import MISSING, number
 
 #: severity -> (icon, badge colour). A colour never stands alone.
@@ -205,7 +205,7 @@ def sheet(table: pd.DataFrame) -> str:
 
 def evidence_page(finding: Finding) -> pages.Page:
     """Return the page that shows the evidence of a finding."""
-    return _PAGES[report.page_of(finding.suspected)[0]]
+    return _PAGES[KINDS[finding.suspected].pages[0]]
 
 
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:

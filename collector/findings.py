@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegauge.findings import (
-    KINDS as KINDS,
-    LINE_KINDS as LINE_KINDS,
     SEVERITIES as SEVERITIES,
     Advice as Advice,
     AllocationSite as AllocationSite,
@@ -21,7 +19,6 @@ from tidegauge.findings import (
     Effect as Effect,
     Eta as Eta,
     Evidence as Evidence,
-    Fault as Fault,
     Finding as Finding,
     Limit as Limit,
     Locus as Locus,
@@ -30,9 +27,8 @@ from tidegauge.findings import (
     WaitingLine as WaitingLine,
     from_json as from_json,
 )
+from tidegauge.kinds import KINDS as KINDS, Fault as Fault
 
-#: Leaks whose allocating lines a process can report.
-TRACEABLE_LEAKS = ("main-heap-leak", "worker-heap-leak", "gpu-tensor-leak")
 #: Ends of names of measurements that are units.
 _UNITS = ("bytes", "ratio", "seconds", "sigmas", "status")
 #: Parts of a loader's name that change from commit to commit: the line that makes it, and the batch size.

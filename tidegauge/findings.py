@@ -1,6 +1,6 @@
 """Findings and checks: the typed result of a diagnosis.
 
-Everything is a frozen value. The vocabulary of kinds is closed.
+Everything is a frozen value. The vocabulary of kinds is closed: `tidegauge.kinds`.
 """
 
 from __future__ import annotations
@@ -11,41 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tidegauge.kinds import KINDS, Fault
+
 Severity = Literal["info", "warning", "critical"]
 #: Side effect of an advice: none, on the memory that the training needs, or on what it computes.
 Effect = Literal["safe", "changes memory", "changes results"]
-#: Place of a finding's cause.
-Fault = Literal["your code", "your settings", "this machine", "outside"]
 CheckStatus = Literal["fine", "finding", "not judged"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
-#: Group of findings -> its kinds. There are no other kinds.
-_GROUPS = {
-    "memory forecast": "gpu-oom-risk host-oom-risk shm-exhaustion-risk fd-exhaustion-risk",
-    "memory leak": "gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation pinned-cache-growth main-heap-leak "
-    "worker-heap-leak copy-on-read-growth fd-leak shm-leak",
-    "growth that is no leak": "bounded-growth",
-    "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
-    "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
-    "training": "main-thread-pause rank-straggler compute-bound",
-    "death": "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang",
-    "trust": "workers-not-reporting samples-lost cannot-tell",
-}
-#: Kind of finding -> its group.
-KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
-
 #: A window of evidence in seconds from the start of the run, as `columns.window_text` writes it.
 _WINDOW = re.compile(r"(\d+)-(\d+) s")
-#: Slowdowns whose lines a series of stacks can name.
-LINE_KINDS = (
-    "workers-too-slow",
-    "slow-worker",
-    "collate-bound",
-    "sampler-bound",
-    "inline-loading",
-    "main-thread-pause",
-    "compute-bound",  # only if it is oversubscribed
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +165,11 @@ class Finding:
     known: str | None = None
 
     @property
+    def group(self) -> str:
+        """The group that its kind is part of."""
+        return KINDS[self.kind].group
+
+    @property
     def steps_before(self) -> int | None:
         """Steps that had ended when it began or, of a death, when its process died; None if that is unknown.
 
@@ -198,7 +178,7 @@ class Finding:
         """
         if self.since_step is None:
             return None
-        return self.since_step + (KINDS[self.kind] == "death" and self.kind != "cuda-oom")
+        return self.since_step + (self.group == "death" and self.kind != "cuda-oom")
 
     def __post_init__(self) -> None:
         """Check the kind, the confidence and the evidence."""
@@ -231,7 +211,7 @@ class Finding:
     @property
     def has_line(self) -> bool:
         """True if a series of stacks can name the lines behind it."""
-        return self.kind in LINE_KINDS and not self.is_healthy
+        return KINDS[self.kind].stacks_of is not None and not self.is_healthy
 
     @property
     def window_seconds(self) -> tuple[float, float] | None:

@@ -9,9 +9,9 @@ import pandas as pd
 import streamlit as st
 
 from app.runtime.moment import Moment
-from collector.diagnosis import RunTables
 from collector.diagnosis.loading import (
     BATCHES,
+    Loop,
     WaitBreakdown,
     break_down_waits,
     cost_per_stage,
@@ -33,24 +33,23 @@ class Recent:
     """The loop of the chosen loader over its last batches, on the rank that waited longest."""
 
     run_id: str
-    tables: RunTables
     seen: WaitBreakdown
 
     @cached_property
     def stages(self) -> pd.DataFrame:
         """Cost of each stage per batch."""
-        return cost_per_stage(self.tables, self.seen.loop)
+        return cost_per_stage(self.seen.loop)
 
     @cached_property
     def stall(self) -> WaitSummary:
         """Entry of the report's `exposed_stall`: what the loop waited for."""
-        return summarize_waits(self.tables, self.seen)
+        return summarize_waits(self.seen)
 
     @property
     def outlook(self) -> Forecast | str:
         """Forecast for other settings, or the reason why there is none."""
         loop = self.seen.loop
-        return _forecast((self.run_id, loop.rank, loop.loader), self.tables, self.seen)
+        return _forecast((self.run_id, loop.rank, loop.loader), loop)
 
 
 def recent(moment: Moment) -> Recent | None:
@@ -74,15 +73,14 @@ def _read_recent(moment: Moment) -> Recent | None:
     if not loops_of_loader:
         return None
     longest = max(loops_of_loader, key=lambda loop: loop.wait_seconds)
-    seen = break_down_waits(tables, longest)
-    return Recent(run_id=moment.run_id, tables=tables, seen=seen)
+    return Recent(run_id=moment.run_id, seen=break_down_waits(longest))
 
 
 # A resource is not copied, so what the forecast caches itself stays with it.
 @st.cache_resource(ttl=_CACHE_SECONDS, max_entries=8, show_spinner=False)
-def _forecast(key: tuple[object, ...], _tables: RunTables, _seen: WaitBreakdown) -> Forecast | str:
+def _forecast(key: tuple[object, ...], _loop: Loop) -> Forecast | str:
     del key  # Streamlit's cache hashes it in place of the other arguments
-    return forecast(_tables, _seen.loop)
+    return forecast(_loop)
 
 
 @st.cache_data(ttl=_CACHE_SECONDS, max_entries=32, show_spinner=False)

@@ -20,7 +20,7 @@ from app.pages import POST_MORTEM, Page
 from app.theme import Theme
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import Finding
+from collector.findings import KINDS, Finding
 from collector.store import Run, queries
 from collector.store.queries import Extent, Queryable, Span, Window
 
@@ -136,15 +136,20 @@ class Panel:
 class View:
     """A view: the question, the sentence that answers it, and rows of panels side by side.
 
-    The answer belongs to the first turn. `has_finding` says which findings are about the view's subject.
+    The answer belongs to the first turn. A view lists the findings whose kinds name it (`tidegauge.kinds`), or all
+    with `lists_all`.
     """
 
     name: str
     rows: Sequence[Sequence[Panel]]
     question: str
     answer: Callable[[Moment], str]
-    has_finding: Callable[[Finding], bool] = lambda _: True
+    lists_all: bool = False
     by_loader: bool = False
+
+    def has_finding(self, finding: Finding) -> bool:
+        """Return whether the view lists a finding; one that cannot tell is listed with what it may be."""
+        return self.lists_all or self.name in KINDS[finding.suspected].pages
 
     @property
     def turns_count(self) -> int:

@@ -11,7 +11,6 @@ from app.blocks import Block, Metric, Metrics, Note, answer, workers_reporting
 from app.figures import samples
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
-from collector.findings import KINDS
 from collector.store import queries
 from collector.units import MISSING, number, percent, quantity, size
 
@@ -155,7 +154,6 @@ VIEW = View(
     name="agent-health",
     question="Can these figures be trusted, and what do they cost?",
     answer=lambda moment: answer(moment.findings, NOTHING),
-    has_finding=lambda finding: KINDS[finding.suspected] == "trust",
     rows=(
         (FINDINGS,),
         (Panel("Key figures", _key_figures),),

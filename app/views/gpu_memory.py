@@ -16,7 +16,6 @@ from collector.diagnosis import accounts
 from collector.store import newest_allocator_snapshot, queries
 from collector.units import MISSING, duration, is_known, number, percent, size
 
-KINDS = ("gpu-", "cuda-oom", "pinned-cache-growth")
 MAX_SITES = 20
 NO_GPU = Note(
     "CPU-only run: it used no CUDA device. If it should have, this command finds the reason:",
@@ -132,7 +131,6 @@ VIEW = View(
     name="gpu-memory",
     question="Is GPU memory taken by live tensors, by the cache, or outside PyTorch?",
     answer=_answer,
-    has_finding=lambda finding: finding.suspected.startswith(KINDS),
     rows=(
         (Panel("Findings", _findings),),
         (Panel("Account", lambda moment: first_gpus(moment, _account, NO_GPU)),),

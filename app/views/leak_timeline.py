@@ -12,7 +12,6 @@ from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS, open_files, shared_memory
 from collector.diagnosis import MIN_POINTS
-from collector.findings import KINDS
 from collector.store import queries
 from collector.units import MISSING, duration, growth, is_known, number, size
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -20,7 +19,6 @@ from training_harness.records import ROLE_MAIN, ROLE_WORKER
 #: Number of lines that a reader can tell apart; the steepest are drawn.
 MAX_LINES = 12
 NOTHING = "No leak has been found."
-_GROUPS = ("memory leak", "growth that is no leak")
 #: kind of a leak that is not memory of a process -> the panel of OOM risk that shows it.
 _OTHER_LEAKS = {"fd-leak": open_files, "shm-leak": shared_memory}
 
@@ -123,7 +121,6 @@ VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
     answer=lambda moment: answer(moment.findings, NOTHING),
-    has_finding=lambda finding: KINDS[finding.suspected] in _GROUPS,
     rows=(
         (FINDINGS,),
         (Panel("Files and shared memory", _other_leaks),),

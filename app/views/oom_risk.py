@@ -23,7 +23,7 @@ from app.shared_panels import (
     shared_memory,
 )
 from collector import report
-from collector.findings import KINDS, Finding
+from collector.findings import Finding
 from collector.store import queries
 from collector.units import MISSING, is_known, number, percent, size
 
@@ -38,8 +38,6 @@ ABOUT_GPUS = (
 )
 NO_FORECAST = "No limit is forecast to be met."
 NO_GPU = Note("CPU-only run: it used no CUDA device, so there are no GPU figures.")
-#: Kinds of findings, other than forecasts, whose evidence is on this page.
-_OTHER_KINDS = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +224,6 @@ VIEW = View(
     name="oom-risk",
     question="How near is each limit, and when will it be met?",
     answer=_answer,
-    has_finding=lambda finding: KINDS[finding.kind] == "memory forecast" or finding.suspected in _OTHER_KINDS,
     rows=(
         (FINDINGS,),
         (Panel("Limits", _limit_table),),

@@ -15,7 +15,6 @@ from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS
 from collector import report
 from collector.diagnosis import Slowdown
-from collector.findings import KINDS
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, is_known, number, percent, quantity, size
@@ -108,7 +107,7 @@ def _second_chart(moment: Moment) -> Iterator[Block]:
 
 
 def _is_about_time(moment: Moment) -> bool:
-    group = KINDS[moment.findings[0].kind] if moment.findings else ""
+    group = moment.findings[0].group if moment.findings else ""
     return group in ("data loading", "training")
 
 
@@ -248,6 +247,7 @@ VIEW = View(
     name="overview",
     question="Is this run healthy, and if not, what should change first?",
     answer=_answer,
+    lists_all=True,
     rows=(
         (FINDINGS,),
         (Panel("Key figures", _key_figures),),

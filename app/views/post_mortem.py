@@ -15,7 +15,6 @@ from app.runtime.refresh import show
 from app.shared_panels import GPUS_AT_ONCE, gpus
 from collector import report, stacks
 from collector.diagnosis import LAST_MINUTE_SECONDS, MIN_POINTS
-from collector.findings import KINDS
 from collector.store import queries
 from collector.store.queries import Span
 from collector.units import MISSING, duration, is_known, number, size
@@ -233,7 +232,6 @@ VIEW = View(
     name="post-mortem",
     question="Did it die, which process, and of what?",
     answer=_answer,
-    has_finding=lambda finding: KINDS[finding.kind] == "death",
     rows=(
         (Panel("Exit record", _exit_record), Panel("Last 60 s", _happenings)),
         (FINDINGS,),

@@ -16,16 +16,14 @@ from app.what_if import initial_blocks, what_if
 from collector import report
 from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import KINDS, Finding, Locus, WaitingLine
+from collector.findings import Finding, Locus, WaitingLine
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
-_GROUPS = ("data loading", "training")
 #: Findings on a loader that explain no wait.
 _NO_WAITS = ("caught-errors", "idle-workers")
-_WORKER_KINDS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
 NAME_LINES = "tidegauge run --investigate -- COMMAND"
@@ -238,11 +236,6 @@ def _table(moment: Moment) -> Iterator[Block]:
     )
 
 
-def _is_chosen(finding: Finding) -> bool:
-    # A finding that cannot tell may say why a loader was not judged.
-    return KINDS[finding.suspected] in _GROUPS or finding.kind in _WORKER_KINDS
-
-
 def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     """Return the name of the finding about this loop's waiting, as the end of a sentence."""
     loop = recent_loop.seen.loop
@@ -279,7 +272,6 @@ VIEW = View(
     name="worker-stalls",
     question="What does training wait for, and which worker causes it?",
     answer=answer_in_words,
-    has_finding=_is_chosen,
     by_loader=True,
     rows=(
         (FINDINGS,),

@@ -37,7 +37,7 @@ from benchmarks.accuracy.memory_replay import (
 from collector.diagnosis.run.columns import SECOND_NS, floats
 from collector.diagnosis.run.tables import RunTables, load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.findings import KINDS, Finding
+from collector.findings import Finding
 from collector.store.catalogue import find_run
 from tests.cuda_sim import simulator
 from training_harness.jobs.faults import FAULTS
@@ -237,7 +237,7 @@ def _verdicts(ran: Sequence[Case], warned: dict[str, list[Finding]]) -> Iterator
 def _is_wrong(case: Case, finding: Finding) -> bool:
     if case.kind is None:
         return True
-    is_of_memory = KINDS[finding.kind] in ("memory leak", "memory forecast", "death")
+    is_of_memory = finding.group in ("memory leak", "memory forecast", "death")
     return is_of_memory and finding.kind not in (case.kind, *_CONSEQUENCES, *_ALSO.get(case.kind, ()))
 
 

@@ -40,7 +40,7 @@ from benchmarks.accuracy.memory_synthetic import table
 from collector.diagnosis.run.columns import SECOND_NS
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.verdict import diagnose
-from collector.findings import KINDS, Finding
+from collector.findings import Finding
 from tests.cgroups import lacking
 
 _HEAD = """# Are the verdicts on memory right?
@@ -115,7 +115,7 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
     deaths: list[tuple[Case, list[Finding]]] = []
     for case, tables in kept(chosen, keep):
         if case.group == "death":
-            deaths.append((case, [f for f in diagnose(tables).findings if KINDS[f.kind] == "death"]))
+            deaths.append((case, [f for f in diagnose(tables).findings if f.group == "death"]))
             continue
         told[case.name] = warnings(tables)
         seen = trace(tables)
@@ -195,7 +195,7 @@ def _is_wrong(case: Case, finding: Finding) -> bool:
     """Return whether the finding is false. A forecast never is: every leak brings a limit nearer."""
     if case.kind is None:
         return True
-    return KINDS[finding.kind] == "memory leak" and finding.kind not in (case.kind, *case.also)
+    return finding.group == "memory leak" and finding.kind not in (case.kind, *case.also)
 
 
 def _row(name: str, hits: int, false_count: int, sick: int, alarms: int, well: int) -> str:

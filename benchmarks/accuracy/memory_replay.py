@@ -23,7 +23,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import lower_envelope
 from collector.diagnosis.verdict import diagnose
-from collector.findings import KINDS, Eta, Finding
+from collector.findings import Eta, Finding
 
 MEMORY = ("memory leak", "memory forecast")
 #: Shares of the way to the limit.
@@ -59,7 +59,7 @@ class Forecast:
 def warnings(tables: RunTables) -> list[Finding]:
     """The findings about memory that warn."""
     found = diagnose(tables).findings
-    return [each for each in found if KINDS[each.kind] in MEMORY and each.severity != "info"]
+    return [each for each in found if each.group in MEMORY and each.severity != "info"]
 
 
 def until(tables: RunTables, time_ns: float, *, limit_bytes: float | None = None) -> RunTables:

@@ -79,7 +79,7 @@ def judge(home: Path, name: str, seed: int) -> Judged:
     pairs = [*program.others, program.source]
     others, measured = trained(folder / "measured", name, seed, pairs, BATCHES, SOURCE_BATCHES)
     rates = dict(zip(pairs, map(rate, measured), strict=True))
-    outlook = forecast(tables, loop)
+    outlook = forecast(loop)
     found = []
     if isinstance(outlook, Forecast):
         in_order = loop.in_order

@@ -226,8 +226,8 @@ def _anonymous(rows: pd.DataFrame) -> float:
 
 def _growths(tables: RunTables) -> list[Finding]:
     """Return the findings about growth, without forecasts that are no warning."""
-    found = (f for f in diagnose(tables).findings if KINDS[f.suspected] in _GROUPS)
-    return [f for f in found if not (KINDS[f.kind] == "memory forecast" and f.severity == "info")]
+    found = (f for f in diagnose(tables).findings if KINDS[f.suspected].group in _GROUPS)
+    return [f for f in found if not (f.group == "memory forecast" and f.severity == "info")]
 
 
 def _row(case: Case, finding: Finding | None) -> str:

@@ -182,7 +182,7 @@ class Round:
 def one_round(home: Path, name: str, seed: int) -> Round:
     source = LOADERS[name].source
     tables, (loop,) = trained(home / f"{name}-{seed}-from", name, seed, [source], FIRST_BATCHES)
-    outlook = forecast(tables, loop)
+    outlook = forecast(loop)
     best = outlook.best if isinstance(outlook, Forecast) else None
     fetch, step = costs(loop)
     cores = len(os.sched_getaffinity(0))
@@ -243,18 +243,18 @@ def costs(loop: Loop) -> tuple[float, float]:
 def memory_errors(home: Path, name: str, seed: int) -> tuple[list[float], float]:
     """Return the errors (ratios) of the host memory predicted from one run, and the change when it runs again."""
 
-    def run(folder: str, pair: Pair) -> tuple[RunTables, Loop]:
-        tables, (loop,) = trained(home / f"{name}-{seed}-{folder}", name, seed, [pair], FIRST_BATCHES)
-        return tables, loop
+    def run(folder: str, pair: Pair) -> Loop:
+        _, (loop,) = trained(home / f"{name}-{seed}-{folder}", name, seed, [pair], FIRST_BATCHES)
+        return loop
 
     source, found = run("from", (2, 2)), []
-    outlook = forecast(*source)
+    outlook = forecast(source)
     for pair in MEMORY_PAIRS:
-        measured = held_memory(*run(f"{pair[0]}-{pair[1]}", pair)).usual
+        measured = held_memory(run(f"{pair[0]}-{pair[1]}", pair)).usual
         if isinstance(outlook, Forecast):
             (option,) = outlook.at([Setting(num_workers=pair[0], prefetch_factor=pair[1])])
             found.append(option.memory_bytes / measured - 1)
-    return found, held_memory(*run("again", (2, 2))).usual / held_memory(*source).usual - 1
+    return found, held_memory(run("again", (2, 2))).usual / held_memory(source).usual - 1
 
 
 def memory_row(home: Path, name: str, repeats: int) -> str:

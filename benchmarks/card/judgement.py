@@ -16,7 +16,7 @@ from benchmarks.card.trainings import Training, trainings
 from collector.diagnosis.deaths.cuda_oom import message_figures
 from collector.diagnosis.run.tables import RunTables, load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.findings import KINDS, Finding
+from collector.findings import Finding
 from collector.store.runs.run import Run
 from collector.units import size
 
@@ -73,7 +73,7 @@ def _verdicts(judged: list[Training], found: Found) -> Iterator[str]:
 
 def _is_wrong(finding: Finding, right: tuple[str | None, ...]) -> bool:
     """Return whether a warning is wrong: of memory, but not of the growth of the neighbours side by side."""
-    is_of_memory = KINDS[finding.kind] in ("memory leak", "memory forecast", "death")
+    is_of_memory = finding.group in ("memory leak", "memory forecast", "death")
     return is_of_memory and finding.kind not in right and not finding.value_of("other_processes_rise_bytes")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collector.diagnosis import RunTables, Verdict, machine_of, negligible_bytes, throughput_ratio
-from collector.findings import KINDS, Finding
+from collector.findings import Finding
 from collector.report.results import machine_words
 from collector.units import size
 
@@ -82,7 +82,7 @@ def _growth(run: ExaminedRun, _: ExaminedRun | None) -> Figure:
         for each in verdict.findings
         if each.rate is not None and each.rate.unit == "bytes/s" and each.known is None
     ]
-    leaks = [pair for pair in growing if KINDS[pair[1].kind] == "memory leak"]
+    leaks = [pair for pair in growing if pair[1].group == "memory leak"]
     if leaks:
         rate, leak = max(leaks, key=lambda pair: pair[0].value)
         pace = verdict.summary["throughput"]["steps_per_second"]
@@ -134,7 +134,7 @@ def _throughput(run: ExaminedRun, baseline: ExaminedRun | None) -> Figure:
 def _first(run: ExaminedRun, *groups: str, on_gpu: bool | None = None) -> Finding | None:
     """Return the gravest finding of these groups, on a GPU or not."""
     for finding in run.verdict.findings:
-        if finding.is_healthy or KINDS[finding.kind] not in groups:
+        if finding.is_healthy or finding.group not in groups:
             continue
         if on_gpu is None or on_gpu == (finding.locus.device is not None):
             return finding

@@ -134,7 +134,7 @@ def _trial(trials: Trials, factor: float | None, seconds: float) -> Row:
     ran_out = caught or not result.fits
     if result.loop is None:
         return Row(size=math.nan, failure=failure or "no batch", ran_out=ran_out)
-    measured = batch_size_run(result.tables, result.loop)
+    measured = batch_size_run(result.loop)
     if len(result.loop.batches) < _LEAST_BATCHES:
         too_few = f"{len(result.loop.batches)} batches in {seconds:.3g} s are too few; give more --trial-seconds"
         failure = failure or too_few

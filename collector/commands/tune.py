@@ -141,7 +141,7 @@ def _try_settings(trials: Trials, *, ceiling: bool) -> list[Row]:
         return []
     if result.loop is None or own.setting is None or (own.failure and own.fits):
         return [own]
-    plan = plan_trials(result.tables, result.loop)
+    plan = plan_trials(result.loop)
     rows = [dataclasses.replace(own, predicted=plan.current)]
     if ceiling and own.measured is not None:
         perfect, _ = _trial(trials, _PERFECT, CEILING)
@@ -172,8 +172,8 @@ def _trial(
 
     say(f"{title}, {trials.seconds:g} s of training")
     result = trials.once(f"tune-{title}", loader, trials.seconds)
-    tables, loop, failure = result.tables, result.loop, result.failure
-    measured = "no batch" if loop is None else calibrate(tables, loop)
+    loop, failure = result.loop, result.failure
+    measured = "no batch" if loop is None else calibrate(loop)
     setting = candidate.setting if candidate else None if loop is None else setting_of(loop)
     if isinstance(measured, str):
         failure = failure or f"nothing to compare: {measured}; give more --trial-seconds"
@@ -184,7 +184,7 @@ def _trial(
         setting=setting,
         predicted=candidate.predicted if candidate else None,
         measured=None if failure or isinstance(measured, str) else measured,
-        memory_bytes=None if loop is None else held_memory(tables, loop).usual,
+        memory_bytes=None if loop is None else held_memory(loop).usual,
         failure=failure,
         fits=result.fits,
     )

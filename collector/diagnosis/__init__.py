@@ -1,8 +1,9 @@
 """Judge a run: from its tables to a verdict with findings. All functions are pure, except loading the tables."""
 
-from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
+from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
 from collector.diagnosis.ending import Ending, ExitRecord
-from collector.diagnosis.memory import negligible_bytes, rank_sites
+from collector.diagnosis.memory.allocation_sites import rank_sites
+from collector.diagnosis.memory.leak import negligible_bytes
 from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accounts, load_tables
 from collector.diagnosis.run.tables import ROWS_PER_STREAM
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO

@@ -21,15 +21,15 @@ _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
 def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ...]:
     """Return every check on a run, with its result."""
-    return tuple(_check(name, kinds.split(), obstacle(tables), findings) for name, kinds, obstacle in _CHECKS)
+    return tuple(_check(name, obstacle(tables), findings) for name, obstacle in _CHECKS.items())
 
 
-def _check(name: str, kinds: Sequence[str], obstacle: str, findings: Sequence[Finding]) -> Check:
-    found = [finding for finding in findings if finding.kind in kinds]
+def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
+    found = [finding for finding in findings if name in KINDS[finding.kind].checks]
     if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
-    suspects = [finding for finding in findings if finding.suspected in kinds and finding not in found]
-    growths = [finding for finding in found if KINDS[finding.kind] == "memory leak"]
+    suspects = [finding for finding in findings if name in KINDS[finding.suspected].checks and finding not in found]
+    growths = [finding for finding in found if finding.group == "memory leak"]
     if any(finding.rate for finding in (*growths, *suspects)):
         obstacle = _UNCLEAR
     elif suspects:
@@ -83,26 +83,17 @@ def _ranks(tables: RunTables) -> str:
     return "" if len(lifecycle_of(tables).mains) > 1 else "one training process"
 
 
-#: Name of a check, the kinds of findings that it leads to, and what keeps it from being made.
-_CHECKS: tuple[tuple[str, str, Callable[[RunTables], str]], ...] = (
-    ("how the run ended", "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang", _end),
-    ("host memory", "host-oom-risk host-oom-kill", _host("memory_available_bytes")),
-    ("training process's memory", "main-heap-leak pinned-cache-growth", _processes),
-    ("workers' memory", "worker-heap-leak copy-on-read-growth", _workers),
-    ("open files", "fd-leak fd-exhaustion-risk", _processes),
-    ("/dev/shm", "shm-leak shm-exhaustion-risk shm-bus-error", _host("shm_used_bytes")),
-    ("GPU memory", "gpu-oom-risk gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation cuda-oom", _devices),
-    (
-        "data loading",
-        "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound sampler-bound "
-        "worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
-        _loading,
-    ),
-    (
-        "pauses of the training",
-        "main-thread-pause",
-        lambda tables: _too_few(len(tables.stream("step")), LEAST_STEPS, "steps"),
-    ),
-    ("ranks", "rank-straggler", _ranks),
-    ("records", "workers-not-reporting samples-lost", lambda _: ""),
-)
+#: Name of a check -> what keeps it from being made. `tidegauge.kinds` has the findings that it leads to.
+_CHECKS: dict[str, Callable[[RunTables], str]] = {
+    "how the run ended": _end,
+    "host memory": _host("memory_available_bytes"),
+    "training process's memory": _processes,
+    "workers' memory": _workers,
+    "open files": _processes,
+    "/dev/shm": _host("shm_used_bytes"),
+    "GPU memory": _devices,
+    "data loading": _loading,
+    "pauses of the training": lambda tables: _too_few(len(tables.stream("step")), LEAST_STEPS, "steps"),
+    "ranks": _ranks,
+    "records": lambda _: "",
+}

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths import LAST_MINUTE_SECONDS, end_of
+from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written
@@ -21,7 +22,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of
 from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import KINDS, Finding, Limit, Locus
+from collector.findings import Finding, Limit, Locus
 from collector.units import duration, number, percent, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
@@ -125,7 +126,7 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
 def _is_end(finding: Finding) -> bool:
     """Return whether a finding is about the end of the run, not of the collector or one that the run outlived."""
     is_outlived = finding.severity == "info" and finding.kind in ("cuda-oom", "hang")
-    return KINDS[finding.kind] == "death" and finding.locus.role != "collector" and not is_outlived
+    return finding.group == "death" and finding.locus.role != "collector" and not is_outlived
 
 
 def _reason(death: Finding) -> str:

@@ -8,7 +8,7 @@ from typing import TypedDict, cast
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.deaths import earlier_workers, last_states, to_records
+from collector.diagnosis.deaths.last_minute import earlier_workers, last_states, to_records
 from collector.diagnosis.loading.loaders import loads_ahead, loops
 from collector.diagnosis.run.columns import (
     PROCESS,
@@ -25,7 +25,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
-from collector.diagnosis.run.tables import RunTables, step_units
+from collector.diagnosis.run.tables import RunTables, once, step_units
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.throughput import Slowdown, slowdown
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
@@ -169,7 +169,7 @@ def data_wait_ratio(tables: RunTables) -> float | None:
     None without a DataLoader, since Tidegauge does not see how such a loop gets its data, and where a thread loads
     ahead, since the time that the training waits for that thread is not recorded.
     """
-    if tables.stream("batch").empty or any(loads_ahead(tables, loop) for loop in loops(tables)):
+    if tables.stream("batch").empty or any(loads_ahead(loop) for loop in loops(tables)):
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
@@ -269,12 +269,9 @@ def memory_curve(tables: RunTables, points_count: int) -> list[float]:
     return [float(value) for value in total.groupby(stretch).max()]
 
 
+@once
 def _memory_over_time(tables: RunTables) -> pd.Series:
     """Return the PSS of the training's processes together (bytes), as pages draw it; empty if not read."""
-    return tables.once("memory over time", lambda: _sum_pss(tables))
-
-
-def _sum_pss(tables: RunTables) -> pd.Series:
     process = tables.stream("process")
     samples = pd.DataFrame(
         {

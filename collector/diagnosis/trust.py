@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import recreated_loaders, replaced_loaders
+from collector.diagnosis.loading.loaders import Epoch, epochs_of, recreated_loaders, replaced_loaders
 from collector.diagnosis.run.allocators import devices
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text
+from collector.diagnosis.run.columns import SECOND_NS, floats, whole, window_text, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, seen_key
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
 from collector.store import ProcessKey
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
@@ -81,7 +81,7 @@ def workers_reporting(tables: RunTables) -> tuple[int, int]:
     """Return how many workers of every loader's newest epoch have reported, and how many there are."""
     epochs = _newest_epochs(tables).values()
     reporting = _reporting_processes(tables)
-    workers = [(epoch["host"], whole(pid)) for epoch in epochs for pid in epoch.get("worker_pids") or ()]
+    workers = [(epoch.main[0], pid) for epoch in epochs for pid in epoch.pids.values()]
     return sum(worker in reporting for worker in workers), len(workers)
 
 
@@ -116,18 +116,15 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
     return findings
 
 
-def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
-    """Return (process, loader) -> `epoch-start` event of the newest epoch with workers, with the last setting."""
+def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Epoch]:
+    """Return (process, loader) -> its newest epoch with workers, with the last setting."""
     life, replaced = lifecycle_of(tables), replaced_loaders(tables)
     one_loop = {main: recreated_loaders(tables, main) for main in life.mains}
-    newest: dict[tuple[ProcessKey, int], Mapping[str, Any]] = {}
-    for event in tables.events_of("epoch-start"):
-        main, loader = key_of(event), whole(event.get("loader"))
-        if main is None or loader is None or main in life.replaced or (main, loader) in replaced:
-            continue
-        if event.get("worker_pids"):
-            newest[(main, one_loop.get(main, {}).get(loader, loader))] = event
-    return newest
+    return {
+        (epoch.main, one_loop.get(epoch.main, {}).get(epoch.loader, epoch.loader)): epoch
+        for epoch in epochs_of(tables)
+        if epoch.pids and epoch.main not in life.replaced and (epoch.main, epoch.loader) not in replaced
+    }
 
 
 def _reporting_processes(tables: RunTables) -> set[tuple[str, int | None]]:
@@ -137,22 +134,17 @@ def _reporting_processes(tables: RunTables) -> set[tuple[str, int | None]]:
     return started | {(str(host), whole(pid)) for host, pid in zip(fetch["host"], fetch["pid"], strict=True)}
 
 
-def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | None:
+def _silent_workers(tables: RunTables, epoch: Epoch) -> Finding | None:
     """Return the finding on an epoch's workers that had time to report, or made batches, and did not report."""
-    processes, pids = _reporting_processes(tables), [whole(pid) for pid in epoch["worker_pids"]]
-    silent = [worker for worker, pid in enumerate(pids) if (epoch["host"], pid) not in processes]
+    event, key, loader, pids = epoch
+    processes = _reporting_processes(tables)
+    silent = [worker for worker, pid in pids.items() if (key[0], pid) not in processes]
     if not silent:
         return None
-    key, loader = key_of(epoch), whole(epoch.get("loader"))
-    batch = tables.stream("batch")
-    rows = batch[
-        (batch["host"] == epoch["host"])
-        & (batch["pid"] == epoch["pid"])
-        & (floats(batch, "loader") == loader)
-        & (floats(batch, "epoch") == whole(epoch.get("epoch")))
-    ]
+    rows = written(tables, "batch", key)
+    rows = rows[(floats(rows, "loader") == loader) & (floats(rows, "epoch") == whole(event.get("epoch")))]
     silent_rows = rows[rows["worker"].isin(silent)]
-    age_seconds = (_end_ns(tables, key) - float(epoch["time_ns"])) / SECOND_NS
+    age_seconds = (_end_ns(tables, key) - float(event["time_ns"])) / SECOND_NS
     had_time = len(rows) > 0 and (age_seconds >= GRACE_SECONDS or len(silent_rows) >= _GRACE_BATCHES)
     if not had_time and age_seconds < _START_SECONDS:
         return None
@@ -166,8 +158,8 @@ def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | No
             f"silent: {', '.join(str(worker) for worker in silent)}. Their fetches are not recorded."
         ),
         locus=Locus(
-            host=epoch["host"],
-            rank=whole(epoch.get("rank")),
+            host=key[0],
+            rank=event["rank"],
             role="worker",
             loader=loader,
             worker=silent[0] if len(silent) == 1 else None,
@@ -244,7 +236,7 @@ def _no_iterations(life: Lifecycle) -> list[Finding]:
     has_ended = life.status() != "running" and life.exit_status is not None
     if has_training or not has_ended or life.killed_mains or tables.events_of("exception"):
         return []
-    attached = [key for event in tables.events_of("process-attached") if (key := key_of(event))]
+    attached = [*map(writer_of, tables.events_of("process-attached"))]
     seen_events = {key: event for event in tables.events_of("process-seen") if (key := seen_key(event))}
     unattached = [event for key, event in seen_events.items() if event.get("has_torch") and key not in attached]
     if unattached:

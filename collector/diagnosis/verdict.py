@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from collector.diagnosis.checks import checks_of
-from collector.diagnosis.deaths import FIX_LEAK, find_deaths, find_hangs, find_idle_hangs
+from collector.diagnosis.consequences import rises_bytes, without_consequences
+from collector.diagnosis.deaths.deaths import find_deaths
+from collector.diagnosis.deaths.hang import find_hangs
+from collector.diagnosis.deaths.idle_hang import find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
-from collector.diagnosis.faults import add_fault
 from collector.diagnosis.loading.caught_errors import find_caught_errors
 from collector.diagnosis.loading.names import add_loader_name, without_replaced_settings
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
-from collector.diagnosis.memory import (
-    add_allocation_sites,
-    find_descriptors,
-    find_device_growth,
-    find_device_risk,
-    find_host_risk,
-    find_leaks,
-    find_shared_memory,
-)
-from collector.diagnosis.memory.leak import CONFIRMED
+from collector.diagnosis.memory.allocation_sites import add_allocation_sites
+from collector.diagnosis.memory.file_descriptors import find_descriptors
+from collector.diagnosis.memory.gpu_growth import find_device_growth
+from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
+from collector.diagnosis.memory.heap_leaks import find_leaks
+from collector.diagnosis.memory.host_oom_risk import find_host_risk
+from collector.diagnosis.memory.shared_memory import find_shared_memory
 from collector.diagnosis.run import RunTables, Status, lifecycle_of
 from collector.diagnosis.stalls.main_thread_pause import find_pauses
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
@@ -33,15 +32,6 @@ from collector.findings import KINDS, SEVERITIES, Check, Finding, cannot_tell, f
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
-#: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
-#: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
-#: training.
-_HOST_BYTES_PER_TENSOR = 32 * 1024
-#: Findings that batches from workers cause if a training process keeps them, by themselves or with their graph.
-_OF_SHARED_MEMORY = ("shm-leak", "shm-exhaustion-risk")
-_OF_DESCRIPTORS = ("fd-leak", "fd-exhaustion-risk")
-#: Forecast -> the death that meets its limit.
-_DEATHS = {"gpu-oom-risk": "cuda-oom", "host-oom-risk": "host-oom-kill"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +117,10 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("trust", find_trust, tables),
     ]
     findings = _unless_damaged(findings, without_replaced_settings, findings, tables)
-    findings = [_with_fix_of_leak(finding, findings) for finding in without_consequences(findings)]
-    findings = [add_fault(add_allocation_sites(finding, tables, running=running)) for finding in findings]
+    findings = without_consequences(findings)
+    findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
     findings = [_unless_damaged(finding, add_loader_name, finding, tables) for finding in findings]
+    findings = [replace(finding, fault=finding.fault or KINDS[finding.kind].fault) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: _order(finding, running=running)))
 
 
@@ -149,7 +140,7 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
     slowdowns come, the costliest first, and last the findings that cannot tell.
     """
     lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
-    group = KINDS[finding.kind]
+    group = finding.group
     return (
         SEVERITIES.index(finding.severity),
         finding.kind == "cannot-tell",
@@ -157,13 +148,9 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
         group != "death",
         finding.consequence_of is not None,
         group != ("memory forecast" if running else "memory leak"),
-        -max(_rises_bytes(finding), default=0.0),
+        -max(rises_bytes(finding), default=0.0),
         -finding.confidence,
     )
-
-
-def _rises_bytes(finding: Finding) -> list[float]:
-    return [float(item.value) for item in finding.evidence if item.name.endswith("_rise_bytes")]
 
 
 def _guarded(name: str, rule: Callable[..., list[Finding]], *arguments: object) -> list[Finding]:
@@ -173,111 +160,3 @@ def _guarded(name: str, rule: Callable[..., list[Finding]], *arguments: object) 
     except Exception as error:  # noqa: BLE001
         summary = f"The rule {name!r} failed on this run and has no verdict: {type(error).__name__}: {error}"
         return [cannot_tell(summary, fact("rule_error", repr(error)[:300], "run"))]
-
-
-def without_consequences(findings: list[Finding]) -> list[Finding]:
-    """Return the findings without those that follow from another one; some stay and name it.
-
-    The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
-    with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
-    dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
-    or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
-    stay. A forecast of growth by what the optimizers keep becomes information.
-    """
-    remaining = []
-    for finding in findings:
-        is_small = finding.kind == "bounded-growth" or (finding.kind == "cannot-tell" and finding.rate is not None)
-        is_small = is_small and finding.locus.role == "main"
-        if (is_small or finding.kind == "main-heap-leak") and _is_pinned_cache(findings, finding):
-            continue
-        if is_small and _goes_with_tensors(findings, finding):
-            continue
-        if _is_met(findings, finding):
-            continue
-        if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
-            remaining.append(_consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU"))
-        elif cause := _keeper(findings, finding):
-            remaining.append(_consequence(finding, cause, "what the training process keeps"))
-        elif _ends_with_optimizers(findings, finding):
-            told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
-            remaining.append(replace(finding, severity="info", summary=told))
-        else:
-            remaining.append(finding)
-    return remaining
-
-
-def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
-    """Return a finding as one that follows from another one; a leak is information then, and a forecast stays."""
-    return replace(
-        finding,
-        severity="info" if KINDS[finding.kind] == "memory leak" else finding.severity,
-        summary=f"{finding.summary} It grows with {grows_with}: fix {cause} first.",
-        consequence_of=cause,
-    )
-
-
-def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
-    """Return the kind of the finding that names what keeps the batches behind this one; None if it does itself."""
-    is_of_files = of_batches.kind in _OF_DESCRIPTORS and of_batches.value_of("process_shm_rise_bytes") is not None
-    if of_batches.locus.role != "main" or not (is_of_files or of_batches.kind in _OF_SHARED_MEMORY):
-        return None
-    causes = ("main-heap-leak",) if is_of_files else ("main-heap-leak", "fd-leak")
-    for kind in causes:
-        for cause in _in_same_process(findings, kind, of_batches):
-            is_of_batches = kind != "fd-leak" or cause.value_of("process_shm_rise_bytes") is not None
-            if cause.severity != "info" and is_of_batches:
-                return kind
-    return None
-
-
-def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:
-    """Return whether a forecast is of growth that ends when each parameter has its gradient and state."""
-    if risk.kind not in ("gpu-oom-risk", "host-oom-risk") or risk.rate is None:
-        return False
-    place, least = (risk.locus.host, risk.locus.device), CONFIRMED * risk.rate.value
-    kept = (finding for finding in findings if finding.value_of("optimizer_rise_bytes") is not None)
-    return any(
-        (each.locus.host, each.locus.device) == place and each.rate is not None and each.rate.value >= least
-        for each in kept
-    )
-
-
-def _is_pinned_cache(findings: list[Finding], leak: Finding) -> bool:
-    caches = _in_same_process(findings, "pinned-cache-growth", leak)
-    return any(c.rate and leak.rate and c.rate.value >= CONFIRMED * leak.rate.value for c in caches)
-
-
-def _goes_with_tensors(findings: list[Finding], leak: Finding) -> bool:
-    rise_bytes = next(iter(_rises_bytes(leak)), 0.0)
-    counts = (
-        tensors.value_of("allocation_rise_count") for tensors in _in_same_process(findings, "gpu-tensor-leak", leak)
-    )
-    return any(count and rise_bytes <= _HOST_BYTES_PER_TENSOR * count for count in counts)
-
-
-def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Iterator[Finding]:
-    place = like.locus.host, like.locus.pid
-    return (
-        finding for finding in findings if finding.kind == kind and (finding.locus.host, finding.locus.pid) == place
-    )
-
-
-def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
-    """Return a kill for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
-    if death.kind != "host-oom-kill":
-        return death
-    at = death.locus
-    places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
-    leaks = (finding for finding in findings if finding.locus in places and KINDS[finding.kind] == "memory leak")
-    advice = tuple(
-        replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
-    )
-    return replace(death, advice=(*advice[:1], *death.advice))
-
-
-def _is_met(findings: list[Finding], risk: Finding) -> bool:
-    """Return True if a finding is about a limit, and the training died of it."""
-    is_doubt = risk.kind == "cannot-tell" and risk.value_of("alloc_retry_steps_count") is not None
-    place, kind = (risk.locus.host, risk.locus.device), "cuda-oom" if is_doubt else _DEATHS.get(risk.kind)
-    deaths = (finding for finding in findings if finding.kind == kind and finding.severity == "critical")
-    return any((death.locus.host, death.locus.device) == place for death in deaths)

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     )
     from collector.report.labels import label as label
     from collector.report.listing import ListEntry as ListEntry, list_entry as list_entry
-    from collector.report.signpost import page_of as page_of
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         ago as ago,
@@ -75,63 +74,24 @@ if TYPE_CHECKING:
         unexplained_end as unexplained_end,
     )
 
-_MODULES = {
-    "command_identity": ("Command",),
-    "comparison": ("Measure", "baseline_words", "change_ratio", "differences", "measures", "settings", "words"),
-    "history": (
-        "FindingHistory",
-        "History",
-        "LevelChange",
-        "TRENDS",
-        "Trend",
-        "change_sentences",
-        "commands_of",
-        "commit_words",
-        "finding_histories",
-        "history_of",
-        "level_changes",
-        "place_words",
-        "trend_points",
-        "trend_unit",
-    ),
-    "html.finding_box": ("finding_box", "inline"),
-    "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
-    "listing": ("ListEntry", "list_entry"),
-    "labels": ("label",),
-    "signpost": ("page_of",),
-    "stack_listing": ("frame_text", "heading"),
-    "wording": (
-        "ago",
-        "bytes_growth",
-        "check_words",
-        "context",
-        "count_growth",
-        "decisive",
-        "earlier_workers",
-        "eta",
-        "exit_record",
-        "exit_words",
-        "locus",
-        "part",
-        "samples",
-        "since",
-        "stake",
-        "stall",
-        "subject",
-        "title",
-        "unexplained_end",
-        "evidence_rows",
-        "finding_heading",
-        "line_words",
-        "scope_words",
-        "site_words",
-        "slower_words",
-    ),
+_NAMES = {
+    "command_identity": "Command",
+    "comparison": "Measure baseline_words change_ratio differences measures settings words",
+    "history": "FindingHistory History LevelChange TRENDS Trend change_sentences commands_of commit_words "
+    "finding_histories history_of level_changes place_words trend_points trend_unit",
+    "html.finding_box": "finding_box inline",
+    "known": "change_known home_of known_files known_findings with_known",
+    "listing": "ListEntry list_entry",
+    "labels": "label",
+    "stack_listing": "frame_text heading",
+    "wording": "ago bytes_growth check_words context count_growth decisive earlier_workers eta evidence_rows "
+    "exit_record exit_words finding_heading line_words locus part samples scope_words since site_words "
+    "slower_words stake stall subject title unexplained_end",
 }
 
 
 def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _MODULES.items() if name in names), None)
+    module = next((module for module, names in _NAMES.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

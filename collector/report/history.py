@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from collector.findings import SEVERITIES, Identity
@@ -156,13 +156,13 @@ def history_of(command: Command, entries: Iterable[ListEntry]) -> History:
     """Return the comparable runs of a command: judged, long enough, on the machine size that most had."""
     ordered = sorted(entries, key=lambda entry: entry.started_seconds)
     trained = [entry for entry in ordered if not entry.is_trial]
-    judged = [entry for entry in trained if entry.result is not None]
-    steps = [entry.result.steps for entry in judged if entry.result and entry.result.steps]
+    judged = [(entry, entry.result) for entry in trained if entry.result is not None]
+    steps = [result.steps for _, result in judged if result.steps]
     least = _LEAST_STEPS_RATIO * statistics.median(steps) if steps else 0.0
-    long = [entry for entry in judged if entry.result and (entry.result.steps or 0.0) >= least]
-    machines = [entry.result.machine for entry in reversed(long) if entry.result and entry.result.machine]
+    long = [(entry, result) for entry, result in judged if (result.steps or 0.0) >= least]
+    machines = [result.machine for _, result in reversed(long) if result.machine]
     machine = statistics.mode(machines) if machines else ""  # of several, that of the newest run
-    runs = [entry for entry in long if entry.result and entry.result.machine in (machine, "")]
+    runs = [entry for entry, result in long if result.machine in (machine, "")]
     counts = (
         (len(ordered) - len(trained), "of `tidegauge tune`"),
         (len(trained) - len(judged), "without a verdict"),
@@ -286,29 +286,34 @@ def finding_histories(history: History, entries: Iterable[ListEntry]) -> list[Fi
         (entry for entry in entries if entry.result and not entry.is_trial), key=lambda entry: entry.started_seconds
     )
     identities = {found.identity for entry in judged for found in _serious(entry)}
-    histories = []
-    for identity in identities:
-        having = [entry for entry in judged if any(found.identity == identity for found in _serious(entry))]
-        ids = {entry.run_id for entry in having}
-        counted = [entry for entry in judged if entry.run_id in ids or entry.run_id in comparable]
-        after = counted[counted.index(having[-1]) + 1 :]
-        severities = {found.severity for entry in having for found in _serious(entry) if found.identity == identity}
-        histories.append(
-            FindingHistory(
-                identity=identity,
-                severity=min(severities, key=_rank),
-                count=len(having),
-                runs_count=len(counted),
-                first=None if having[0] is counted[0] else having[0],
-                gone=after[0] if after else None,
-                known=next(found.known for found in _serious(having[-1]) if found.identity == identity),
-            )
-        )
+    return sorted(
+        (_finding_history(identity, judged, comparable) for identity in identities),
+        key=lambda one: (
+            one.known is not None,
+            one.gone is not None,
+            _rank(one.severity),
+            -one.count,
+            one.identity,
+        ),
+    )
 
-    def order(one: FindingHistory) -> tuple[bool, bool, int, int, Identity]:
-        return one.known is not None, one.gone is not None, _rank(one.severity), -one.count, one.identity
 
-    return sorted(histories, key=order)
+def _finding_history(
+    identity: Identity, judged: Sequence[ListEntry], comparable: Collection[str]
+) -> FindingHistory:
+    found = {entry.run_id: [one for one in _serious(entry) if one.identity == identity] for entry in judged}
+    counted = [entry for entry in judged if found[entry.run_id] or entry.run_id in comparable]
+    having = [entry for entry in counted if found[entry.run_id]]
+    after = counted[counted.index(having[-1]) + 1 :]
+    return FindingHistory(
+        identity=identity,
+        severity=min((one.severity for entry in having for one in found[entry.run_id]), key=_rank),
+        count=len(having),
+        runs_count=len(counted),
+        first=None if having[0] is counted[0] else having[0],
+        gone=after[0] if after else None,
+        known=found[having[-1].run_id][0].known,
+    )
 
 
 def _serious(entry: ListEntry) -> list[ResultFinding]:

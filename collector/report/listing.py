@@ -90,7 +90,7 @@ class ListEntry:
         known = next((finding for finding in self.result.findings if finding.known), None)
         if known is not None:
             return f"known: {known.kind}"
-        is_explained = any(KINDS[finding.kind] == "death" for finding in self.result.findings)
+        is_explained = any(KINDS[finding.kind].group == "death" for finding in self.result.findings)
         has_died = self.status in ("failed", "killed") and not is_explained
         return "ended, cause not known" if has_died else "nothing needs attention"
 

@@ -14,30 +14,6 @@ from collector.report import card
 from collector.units import duration, number
 
 _HEALTHY = ("overview", "the key figures of the run")
-#: Group of findings -> path of the page with the evidence, and what it shows.
-_PAGES = {
-    "memory forecast": ("oom-risk", "when memory runs out, and where"),
-    "memory leak": ("leak-timeline", "which process grows, how fast, and since when"),
-    "growth that is no leak": ("leak-timeline", "which process grows, and until when"),
-    "data loading": ("worker-stalls", "which worker and which stage make training wait"),
-    "training": ("worker-stalls", "what holds up the training process"),
-    "death": ("post-mortem", "what ended the run, and its last minute"),
-    "trust": ("agent-health", "what was recorded, and what is missing"),
-}
-_GPU_MEMORY = ("gpu-memory", "what fills the GPU, and since when")
-#: Kind of finding -> the same, where it is not that of its group.
-_PAGES_OF_KINDS = {
-    **dict.fromkeys(
-        ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), _GPU_MEMORY
-    ),
-    **dict.fromkeys(("fd-leak", "shm-leak"), ("oom-risk", "what fills up, and when it is full")),
-    "rank-straggler": ("overview", "the steps of each rank"),
-}
-
-
-def page_of(kind: str) -> tuple[str, str]:
-    """Return the path of the page that shows the evidence of a kind of finding, and what it shows."""
-    return _PAGES_OF_KINDS.get(kind) or _PAGES[KINDS[kind]]
 
 
 def gravest(verdict: Verdict) -> Finding | None:
@@ -48,7 +24,8 @@ def gravest(verdict: Verdict) -> Finding | None:
 def link(verdict: Verdict, run_id: str, address: str) -> tuple[str, str]:
     """Return the address of the page to open first in the dashboard at `address`, and what it shows."""
     finding = gravest(verdict)
-    path, shows = _HEALTHY if finding is None else page_of(finding.kind)
+    kind = None if finding is None else KINDS[finding.kind]
+    path, shows = _HEALTHY if kind is None else (kind.pages[0], kind.shows)
     return f"{address}/{path}?{urlencode({'run': run_id})}", shows
 
 

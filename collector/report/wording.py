@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
+from collector.findings import AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
 from collector.report import labels
 from collector.units import MISSING, after_steps, duration, number, percent, quantity, size, until
 
@@ -230,7 +230,7 @@ def since(finding: Finding) -> str:
     """Return after how many steps a finding began, or a process died of it; empty if no step is known."""
     if finding.steps_before is None:
         return ""
-    if finding.steps_before == 0 and KINDS[finding.kind] != "death":
+    if finding.steps_before == 0 and finding.group != "death":
         return "from the first step on"
     return after_steps(finding.steps_before)
 

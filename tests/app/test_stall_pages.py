@@ -35,7 +35,7 @@ def recent_of(**script):
     slow = {"workers": 2, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 200}
     tables = simulate(**slow | script).tables()
     (seen,) = wait_breakdowns(tables)
-    return Recent(run_id="r1", tables=tables, seen=seen)
+    return Recent(run_id="r1", seen=seen)
 
 
 def headline_of(recent, *findings):
@@ -63,7 +63,7 @@ def info(kind, summary, *, loader=0, **more):
 @pytest.fixture(scope="module")
 def outlook():
     recent = recent_of(workers=1)
-    found = forecast(recent.tables, recent.seen.loop)
+    found = forecast(recent.seen.loop)
     assert not isinstance(found, str)
     return found
 

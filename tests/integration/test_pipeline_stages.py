@@ -150,7 +150,7 @@ def test_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictures, 
         (fetched,) = snapshot.query('SELECT sum(getitem_ns + collate_ns) / 1e9 AS seconds FROM "fetch"')["seconds"]
     tables = load_tables(recorded)
     (loop,) = recent_loops(tables)
-    table = cost_per_stage(tables, loop).set_index("stage")
+    table = cost_per_stage(loop).set_index("stage")
     named = ["read", "decode", "resize", "crop", "augment", "normalise", "convert", "collate"]
     assert {*named, "other"} == set(table.index)
     assert table["in_fetch"].all()

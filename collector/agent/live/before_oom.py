@@ -21,7 +21,7 @@ from collector.agent.live.snapshot_request import put_request, request_path
 from collector.agent.problems import say
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
-from collector.findings import KINDS, Finding, Limit, Locus, as_json, measurements
+from collector.findings import Finding, Limit, Locus, as_json, measurements
 from collector.store import Run
 from collector.units import duration, quantity
 
@@ -90,7 +90,7 @@ class BeforeOom:
         self._forecasts = [
             (now_seconds + finding.eta.low_seconds, finding)
             for finding in findings
-            if KINDS[finding.kind] == "memory forecast"
+            if finding.group == "memory forecast"
             and finding.eta is not None
             and finding.severity != "info"
             and finding.locus.host in (None, self._host)

@@ -14,7 +14,7 @@ from collector.agent.problems import Problems
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.stack_dumps import StackError
 from collector.agent.samplers.stack_series import record_series
-from collector.findings import Finding
+from collector.findings import KINDS, Finding
 from training_harness.journal import start_ticks
 
 #: Share of a core that the series may take over the run.
@@ -32,8 +32,6 @@ _FIRST_COST_RATIO = 0.03
 _MOST_FAILURES = 3
 #: Moments that are enough; pauses fill a small share of them.
 _ENOUGH_MOMENTS, _ENOUGH_FOR_PAUSES = 120, 400
-#: Kinds of findings whose lines are in the training process alone, which costs far less to sample.
-_MAIN_KINDS = frozenset({"sampler-bound", "inline-loading", "main-thread-pause"})
 _CLOSE_SECONDS = 0.3
 
 #: A training process and its rank.
@@ -137,7 +135,7 @@ class LineSampler:
         where = finding.locus
         pids = (where.pid if where.role == "main" else None, where.main_pid)
         fitting = [main for main in mains if _fits(main, where.rank, pids)] or mains
-        return fitting[0][0], finding.kind not in _MAIN_KINDS
+        return fitting[0][0], KINDS[finding.kind].stacks_of != "main"
 
     def _take(self, main: LocalProcess, seconds: int, with_children: bool, problems: Problems) -> None:
         def note_child(child: subprocess.Popen[bytes]) -> None:

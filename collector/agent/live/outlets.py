@@ -29,7 +29,7 @@ from collector.agent.problems import Problems
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import NamedSample, Sample
 from collector.errors import TidegaugeError
-from collector.findings import TRACEABLE_LEAKS, Finding, Locus
+from collector.findings import KINDS, Finding, Locus
 from collector.store import Counts, Run
 from training_harness.layout import SNAPSHOT_STEPS, read_manifest
 
@@ -252,7 +252,7 @@ class Investigator:
         """
         for finding in findings:
             if (
-                finding.kind not in TRACEABLE_LEAKS
+                not KINDS[finding.kind].has_allocation_sites
                 or finding.locus.role == "other"
                 or finding.held_by
                 or self._closed

@@ -18,10 +18,10 @@ from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.memory.gpu_growth import kept_tensors
 from collector.diagnosis.run.allocators import allocators, devices, record_at
-from collector.diagnosis.run.columns import floats, key_of, whole, written
+from collector.diagnosis.run.columns import floats, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import Growth
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity, fact
 from collector.store import ProcessKey
@@ -108,7 +108,7 @@ def find_cuda_ooms(tables: RunTables) -> list[Finding]:
 def ended_by_cuda_oom(tables: RunTables) -> frozenset[ProcessKey]:
     """Return the training processes that such an error ended."""
     events = [event for event in tables.events_of("cuda-oom") if event.get("caught") is False]
-    return frozenset(key for event in events if (key := key_of(event)))
+    return frozenset(map(writer_of, events))
 
 
 def _finding(tables: RunTables, error: CudaError) -> Finding:
@@ -278,9 +278,8 @@ def cuda_errors(tables: RunTables) -> list[CudaError]:
     slots = worker_slots(tables)
     last: dict[tuple[ProcessKey, int | None], CudaError] = {}
     for event in sorted(tables.events_of("cuda-oom"), key=lambda event: event.get("caught") is not True):
-        if (key := key_of(event)) is not None:
-            device = whole(event.get("device"))
-            last[key, device] = CudaError(key=key, device=device, event=event, slot=slots.get(key[:2]))
+        key, device = writer_of(event), whole(event.get("device"))
+        last[key, device] = CudaError(key=key, device=device, event=event, slot=slots.get(key[:2]))
     return _of_workers(list(last.values()))
 
 

@@ -10,9 +10,10 @@ from functools import cached_property
 from signal import SIGINT, SIGTERM
 from typing import Any
 
-from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.run.columns import floats, key_of, sampled, whole
+from collector.diagnosis.loading.loaders import Epoch, epochs_of, worker_slots
+from collector.diagnosis.run.columns import floats, sampled, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, signal_of_child, signal_raised
+from collector.diagnosis.run.tables import writer_of
 from collector.store import ProcessKey
 
 _WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
@@ -78,8 +79,8 @@ class Workers:
     def _reported_dead(self) -> list[DeadWorker]:
         dead = []
         for event in self.life.tables.events_of("worker-died"):
-            owner, pid, code = key_of(event), whole(event.get("worker_pid")), whole(event.get("exit_code"))
-            if owner is None or pid is None or self._stopped_on_purpose(owner, code):
+            owner, pid, code = writer_of(event), whole(event.get("worker_pid")), whole(event.get("exit_code"))
+            if pid is None or self._stopped_on_purpose(owner, code):
                 continue
             worker = self._worker_at((owner[0], pid), code)
             if worker is not None and not self._had_finished(worker):
@@ -107,12 +108,10 @@ class Workers:
         worker did, or still lives, a silent one was killed itself. If all are silent, one signal ended the job.
         """
         dead = []
-        for (main, _), event in self._newest_epochs.items():
+        for (main, _), epoch in self._newest_epochs.items():
             if main not in self.life.killed_mains or self.life.killed_mains[main] in (SIGINT, SIGTERM):
                 continue
-            addresses = [
-                (main[0], pid) for slot in event.get("worker_pids") or () if (pid := whole(slot)) is not None
-            ]
+            addresses = [(main[0], pid) for pid in epoch.pids.values()]
             silent = [address for address in addresses if self._vanished(address)]
             if len(silent) == len(addresses):
                 silent = [address for address in silent if self._died_before(self._keys[address], main)]
@@ -120,13 +119,8 @@ class Workers:
         return dead
 
     @cached_property
-    def _newest_epochs(self) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
-        newest = {}
-        for event in self.life.tables.events_of("epoch-start"):
-            owner, loader = key_of(event), whole(event.get("loader"))
-            if owner is not None and loader is not None:
-                newest[(owner, loader)] = event
-        return newest
+    def _newest_epochs(self) -> dict[tuple[ProcessKey, int], Epoch]:
+        return {(epoch.main, epoch.loader): epoch for epoch in epochs_of(self.life.tables)}
 
     def _vanished(self, address: tuple[str, int]) -> bool:
         """Return whether a worker that recorded its start is known to be gone, and recorded no exit."""
@@ -137,7 +131,7 @@ class Workers:
     def _exit_reasons(self) -> dict[ProcessKey, str]:
         """Worker -> the reason that it recorded for leaving its loop."""
         events = self.life.tables.events_of("worker-exit")
-        return {key: str(event.get("reason")) for event in events if (key := key_of(event))}
+        return {writer_of(event): str(event.get("reason")) for event in events}
 
     def _died_before(self, worker: ProcessKey, main: ProcessKey) -> bool:
         """Return whether the collector saw the training process alive after it had seen the worker's end."""
@@ -152,8 +146,7 @@ class Workers:
 
     @cached_property
     def _keys(self) -> dict[tuple[str, int], ProcessKey]:
-        starts = self.life.tables.events_of("worker-start")
-        return {(key[0], key[1]): key for event in starts if (key := key_of(event))}
+        return {key[:2]: key for key in map(writer_of, self.life.tables.events_of("worker-start"))}
 
     def _worker_at(self, address: tuple[str, int], code: int | None) -> DeadWorker | None:
         slot = self._slots.get(address)

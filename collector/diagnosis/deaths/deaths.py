@@ -23,10 +23,10 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
-from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
+from collector.diagnosis.run.columns import SECOND_NS, origin_ns, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Finding, Locus, fact
 from collector.stacks import Frame
 from collector.store import ProcessKey
@@ -55,31 +55,36 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     # DataLoader ends the other workers by SIGTERM.
     followers = [victim for victim in workers if victim.main in failed_mains and victim.signal == SIGTERM]
     workers = [victim for victim in workers if victim not in (*raised.values(), *followers)]
-    mains = [main_victim(life, key, signal) for key, signal in life.killed_mains.items()]
-    victims = [*workers, *mains]
-    # No process recorded how these ended; the kernel's count of kills may explain it.
-    survived = life.mains if life.exit_status == 0 else ()  # by the command, as a sweep survives one of its trials
-    gone = [
-        key
-        for key in (*life.watched, *life.replaced, *survived)
-        if life.is_dead(key) and key not in life.recorded_exits
-    ]
-    oom = oom_victims(tables, [*victims, *(main_victim(life, key, None) for key in gone)])
-    findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
-    bus = bus_victims(tables, victims)
-    findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
-    over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
-    findings += [slurm_kill(tables, victim) for victim in over]
-    is_cancelled = bool(tables.events_of("hang-cancelled"))
-    rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus, *over)])
-    findings += [_kill(victim, is_cancelled=is_cancelled) for victim in rest]
-    findings += find_cuda_ooms(tables)
+    victims = [*workers, *(main_victim(life, key, signal) for key, signal in life.killed_mains.items())]
     last_to_first = sorted(raised.items(), key=lambda item: -item[1].gone_ns)
     firsts = {victim.main: (key, victim) for key, victim in last_to_first}
-    findings += [_crash(life, key, life.exceptions[key], victim) for key, victim in firsts.values()]
-    findings += _crashes(life, [*victims, *raised.values()])
-    findings += [_collector_killed(life, event) for event in life.collectors_killed()]
-    return findings + find_restarts(life)
+    return [
+        *_kills(life, victims),
+        *find_cuda_ooms(tables),
+        *(_crash(life, key, life.exceptions[key], victim) for key, victim in firsts.values()),
+        *_crashes(life, [*victims, *raised.values()]),
+        *(_collector_killed(life, event) for event in life.collectors_killed()),
+        *find_restarts(life),
+    ]
+
+
+def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
+    """Return the findings on victims, by what killed them: lack of memory, a full /dev/shm, Slurm, or a signal."""
+    tables = life.tables
+    # No process recorded how these ended; the kernel's count of kills may explain it.
+    survived = life.mains if life.exit_status == 0 else ()  # by the command, as a sweep survives one of its trials
+    ended = (key for key in (*life.watched, *life.replaced, *survived) if key not in life.recorded_exits)
+    gone = [main_victim(life, key, None) for key in ended if life.is_dead(key)]
+    oom, bus = oom_victims(tables, [*victims, *gone]), bus_victims(tables, victims)
+    over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
+    rest = [victim for victim in victims if victim not in (*oom, *bus, *over)]
+    is_cancelled = bool(tables.events_of("hang-cancelled"))
+    return [
+        *(oom_kill(tables, victim) for victim in merge_workers(oom)),
+        *(bus_error(tables, victim) for victim in merge_workers(bus)),
+        *(slurm_kill(tables, victim) for victim in over),
+        *(_kill(victim, is_cancelled=is_cancelled) for victim in merge_workers(rest)),
+    ]
 
 
 def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Victim]:
@@ -213,10 +218,10 @@ def _at(event: Mapping[str, Any], *, is_quoted: bool = False) -> str:
 
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     events = life.tables.events_of("exit-message")
-    messages = [event for event in events if key_of(event) in (*life.mains, life.command)]
+    messages = [event for event in events if writer_of(event) in (*life.mains, life.command)]
     exit_fact = fact("exit_status", code, "of the command")
-    if code == 1 and messages and (caller := key_of(messages[-1])) is not None:
-        message = message_lines(messages[-1])[0]
+    if code == 1 and messages:
+        caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
         finding = catalogue.EXIT_WITH_MESSAGE.finding(
             locus=life.locus(caller),
             since_step=last_step(life.tables, caller),
@@ -247,7 +252,7 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
 
 
 def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
-    stops = life.tables.events_of("collector-stop", by=key_of(event))
+    stops = life.tables.events_of("collector-stop", by=writer_of(event))
     resumed = [
         e for e in life.tables.events_of("collector-start") if e.get("resumed") and e["time_ns"] > event["time_ns"]
     ]

@@ -50,32 +50,30 @@ def find_hangs(tables: RunTables) -> list[Finding]:
     """
     life = lifecycle_of(tables)
     events = [event for event in tables.events_of("stacks") if event["silent"]]
-    found: list[Finding] = []
+    by_stacks: list[Finding] = []
     by_dumps: list[Finding] = []
     for host in sorted({str(event["host"]) for event in events}):
         series = last_series([event for event in events if event["host"] == host])
-        silent = {
-            key: entry
-            for entry in series[-1]["silent"]
-            if (key := key_of({**entry, "host": host})) and not _went_on(life, key, series[-1]["time_ns"])
-        }
-        if silent:
-            of_host = _of_host(life, series, silent)
-            longest_seconds = max(entry["silent_seconds"] for entry in silent.values())
-            standstill = recorded_standstill(tables, series[-1]["time_ns"] - longest_seconds * SECOND_NS)
-            if standstill is None:
-                found += [finding for _, finding in of_host]
-            else:
-                compared = _compared(of_host, standstill)
-                found += compared
-                if standstill.missing and not compared:
-                    by_dumps.append(_of_rank(life, standstill, silent, [one for _, one in of_host]))
-    if not found:
-        found = by_dumps[:1] or _timed_out(life)
-    return found
+        if not (silent := _silent_in(life, series)):
+            continue
+        held_up = _held_up(life, series, silent)
+        longest_seconds = max(entry["silent_seconds"] for entry in silent.values())
+        standstill = recorded_standstill(tables, series[-1]["time_ns"] - longest_seconds * SECOND_NS)
+        found = [finding for _, finding in held_up] if standstill is None else _compared(held_up, standstill)
+        by_stacks += found
+        if standstill is not None and standstill.missing and not found:
+            by_dumps.append(_of_rank(life, standstill, silent, [one for _, one in held_up]))
+    return by_stacks or by_dumps[:1] or _timed_out(life)
 
 
-def _of_host(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Process, Finding]]:
+def _silent_in(life: Lifecycle, series: Series) -> _Silent:
+    """Return the training processes that the last dump of a series found silent, and that did not go on since."""
+    last = series[-1]
+    entries = ((key_of({**entry, "host": last["host"]}), entry) for entry in last["silent"])
+    return {key: entry for key, entry in entries if key and not _went_on(life, key, last["time_ns"])}
+
+
+def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Process, Finding]]:
     """Return the processes that hold up silent training processes by their stacks, each with its finding."""
     processes = processes_of(life, series)
     found: dict[ProcessKey, tuple[Process, Finding]] = {}

@@ -15,14 +15,13 @@ from collector.diagnosis.run.columns import (
     WRITER,
     floats,
     held_bytes,
-    key_of,
     last,
     of_process,
     whole,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.store import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLES
 
@@ -91,7 +90,7 @@ def earlier_workers(tables: RunTables) -> set[tuple[str, int]]:
     process = tables.stream("process")
     gone = process.loc[floats(process, "alive") == 0, ["host", "process_pid"]].dropna()
     ended = {(str(host), int(pid)) for host, pid in gone.itertuples(index=False)}
-    ended |= {key[:2] for event in tables.events_of("worker-exit") if (key := key_of(event))}
+    ended |= {writer_of(event)[:2] for event in tables.events_of("worker-exit")}
     return replaced_workers(tables) & ended
 
 

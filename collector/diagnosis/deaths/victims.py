@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collector.diagnosis.deaths.dead_workers import DeadWorker
-from collector.diagnosis.run.columns import floats, key_of, sampled, step_at, whole, written
+from collector.diagnosis.run.columns import floats, sampled, step_at, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import last_memory, last_step, rank_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 
@@ -141,7 +141,7 @@ def end_of(tables: RunTables, host: str, pid: int, key: ProcessKey | None) -> tu
         times, alive = floats(rows, "time_ns"), floats(rows, "alive")
         gone += list(times[alive == 0][:1])
         signs_ns += list(times[alive == 1][-1:])
-        signs_ns += [float(event["time_ns"]) for event in tables.events if key_of(event) == key]
+        signs_ns += [float(event["time_ns"]) for event in tables.events if writer_of(event) == key]
         for name in ("step", "batch", "fetch"):
             signs_ns += list(floats(written(tables, name, key), "time_ns")[-1:])
     last_seen = max(signs_ns, default=min(gone, default=float(tables.now_ns)))

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from collector.diagnosis.run.columns import floats, key_of, step_at, whole, written
+from collector.diagnosis.run.columns import floats, step_at, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Finding, Locus, fact
 from collector.store import ProcessKey
 from collector.units import number, plain_text
@@ -31,9 +31,8 @@ def find_caught_errors(tables: RunTables) -> list[Finding]:
     life = lifecycle_of(tables)
     newest: dict[tuple[ProcessKey, int | None, str, str | None], list[Mapping[str, Any]]] = {}
     for event in tables.events_of("loader-error"):
-        if key := key_of(event):
-            place = key, whole(event.get("loader")), str(event.get("type")), event.get("site")
-            newest.setdefault(place, []).append(event)
+        place = writer_of(event), whole(event.get("loader")), str(event.get("type")), event.get("site")
+        newest.setdefault(place, []).append(event)
     counted = [(_caught_count(life, key, events[-1]), key, events) for (key, *_), events in newest.items()]
     counted.sort(key=lambda item: -item[0])
     return [_finding(tables, count, key, events) for count, key, events in counted[:_MOST_FINDINGS] if count > 0]

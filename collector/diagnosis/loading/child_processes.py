@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.run.columns import between, floats, sampled_on
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from training_harness.records import ROLE_OTHER
 
 #: Share of the fetches' time that children must compute to count: a logger's process computes a little, too.
@@ -19,12 +19,13 @@ _LEAST_PART = 0.1
 
 def living_children(tables: RunTables, host: str, pid: int) -> set[int]:
     """Return the sampled descendants of a process that neither train nor load."""
-    pairs, found = tables.once(("parents", host), lambda: _parents(tables, host)), {float(pid)}
+    pairs, found = _parents(tables, host), {float(pid)}
     while grown := {child for child, parent in pairs if parent in found} - found:
         found |= grown
     return {int(child) for child in found} - {pid}
 
 
+@once
 def _parents(tables: RunTables, host: str) -> set[tuple[float, float]]:
     """Return pid and parent's pid of each process that neither trains nor loads."""
     rows = sampled_on(tables, host)

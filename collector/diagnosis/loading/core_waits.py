@@ -33,10 +33,10 @@ class CoreWaits:
     in_workers: float
 
 
-def core_waits(tables: RunTables, loop: Loop) -> CoreWaits:
+def core_waits(loop: Loop) -> CoreWaits:
     """Return how much the threads of a loop wait for a core, over its batches."""
     times, waits, blocked = (floats(loop.batches, name) for name in ("time_ns", "wait_ns", "blocked_ns"))
-    queued, _ = queued_ratio(tables, loop.main, float(times.min()), float(times.max()))
+    queued, _ = queued_ratio(loop.tables, loop.main, float(times.min()), float(times.max()))
     asleep_ns = float(np.nansum(np.minimum(blocked, waits)))
     span_ns = float(np.ptp(times))
     awake_ns = max(span_ns - asleep_ns, queued * span_ns, 1.0)

@@ -7,21 +7,21 @@ the workers; `epoch-start` says which worker pids belong to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.child_processes import with_living_children
-from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, key_of, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.store import ProcessKey
 from training_harness.records import INLINE_WORKER
 
 #: Training process and number of a loader, as its events have them.
-LoaderKey: TypeAlias = tuple[ProcessKey | None, int | None]
+LoaderKey: TypeAlias = tuple[ProcessKey, int | None]
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
 #: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
@@ -32,8 +32,9 @@ _MOST_EPOCHS = 1e6  # more than one loader ever makes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """One DataLoader in one training process, with its records in order of time."""
+    """One DataLoader in one training process, with its records in order of time, and the tables of its run."""
 
+    tables: RunTables = field(repr=False)
     main: ProcessKey
     rank: int | None
     loader: int
@@ -43,6 +44,11 @@ class Loop:
     start_method: str | None
     batches: pd.DataFrame
     fetches: pd.DataFrame
+
+    @property
+    def setting(self) -> Mapping[str, Any]:
+        """Its `loader` event; empty if that was not recorded."""
+        return loader_settings(self.tables).get((self.main, self.loader), {})
 
     @property
     def ramp(self) -> int:
@@ -61,12 +67,9 @@ def loops(tables: RunTables) -> list[Loop]:
     return [loop for loop in all_loops(tables) if (loop.main, loop.loader) not in replaced]
 
 
+@once
 def all_loops(tables: RunTables) -> list[Loop]:
     """Return every loop that has yielded a batch, with each setting of its DataLoader."""
-    return tables.once("loops", lambda: _loops(tables))
-
-
-def _loops(tables: RunTables) -> list[Loop]:
     batch = lifecycle_of(tables).of_last_attempt(tables.stream("batch"))
     if batch.empty:
         return []
@@ -79,32 +82,22 @@ def _loops(tables: RunTables) -> list[Loop]:
         fetches = _join_loaders(fetch[(fetch["owner_pid"] == key[1]) & (fetch["host"] == key[0])], last_loader)
         for loader in sorted(int(number) for number in np.unique(floats(batches, "loader"))):
             of_loader = (part[floats(part, "loader") == loader] for part in (batches, fetches))
-            found_loops.append(_loop(key, loader, settings.get((key, loader), {}), *of_loader))
+            found_loops.append(_loop(tables, key, loader, settings.get((key, loader), {}), *of_loader))
     return found_loops
 
 
+@once
 def loader_settings(tables: RunTables) -> dict[LoaderKey, Mapping[str, Any]]:
     """Return the `loader` event by (training process, loader)."""
-    return tables.once(
-        "loader settings",
-        lambda: {(key_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
-    )
+    return {(writer_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")}
 
 
-def loader_setting(tables: RunTables, loop: Loop) -> Mapping[str, Any]:
-    """Return the `loader` event of a loop; empty if it was not recorded."""
-    return loader_settings(tables).get((loop.main, loop.loader), {})
-
-
+@once
 def replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     """Map each setting of a DataLoader that gave way to another one to the loader number of the one that runs last.
 
     That is the one with the newest batch. Findings and predictions concern it alone.
     """
-    return tables.once("replaced loaders", lambda: _replaced_loaders(tables))
-
-
-def _replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     first: dict[LoaderKey, LoaderKey] = {}
     for (main, loader), event in loader_settings(tables).items():  # in order of time
         before = main, whole(event.get("replaces"))
@@ -114,7 +107,7 @@ def _replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
         members.setdefault(begin, []).append(place)
     replaced: dict[LoaderKey, int] = {}
     for (main, _), places in members.items():
-        if main is None or len(places) < 2:
+        if len(places) < 2:
             continue
         used = _last_used(written(tables, "batch", main))
         newest = max((used.get(loader, 0.0), loader) for _, loader in places if loader is not None)[1]
@@ -169,13 +162,13 @@ def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.Data
     return rows.assign(loader=joined, epoch=floats(rows, "epoch") + _MOST_EPOCHS * loader)
 
 
-def loads_ahead(tables: RunTables, loop: Loop) -> bool:
+def loads_ahead(loop: Loop) -> bool:
     """Return whether another thread than the one that steps the optimizer iterates a loop.
 
     The waits of a loop are part of the steps of its own thread. Those of a thread that loads ahead, and hands the
     batches over in a queue of its own, are not.
     """
-    steps = written(tables, "step", loop.main)
+    steps = written(loop.tables, "step", loop.main)
     ends, waits = floats(steps, "time_ns"), floats(steps, "data_wait_ns")
     if not np.isfinite(waits[1:]).any():
         return False
@@ -185,17 +178,40 @@ def loads_ahead(tables: RunTables, loop: Loop) -> bool:
     return float(np.nansum(waits[1:][ends[1:] > times[0]])) < _SHARE_IN_STEPS * loop_ns
 
 
+class Epoch(NamedTuple):
+    """The start of an epoch: its event, its training process and loader, and its workers by number."""
+
+    event: Mapping[str, Any]
+    main: ProcessKey
+    loader: int
+    pids: dict[int, int]
+
+
+def epochs_of(tables: RunTables) -> list[Epoch]:
+    """Return the starts of all epochs, in order of time."""
+    return [
+        Epoch(
+            event,
+            writer_of(event),
+            loader,
+            {
+                worker: worker_pid
+                for worker, pid in enumerate(event.get("worker_pids") or ())
+                if (worker_pid := whole(pid)) is not None
+            },
+        )
+        for event in tables.events_of("epoch-start")
+        if (loader := whole(event.get("loader"))) is not None
+    ]
+
+
 def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
     """Map (host, worker pid) to (training process, loader, worker id), in the order of their last epochs."""
     slots: dict[tuple[str, int], tuple[ProcessKey, int, int]] = {}
-    for event in tables.events_of("epoch-start"):
-        owner, loader = key_of(event), whole(event.get("loader"))
-        if owner is None or loader is None:
-            continue
-        for worker, pid in enumerate(event.get("worker_pids") or ()):
-            if (worker_pid := whole(pid)) is not None:
-                slots.pop((owner[0], worker_pid), None)  # a persistent worker, or a pid that is used again
-                slots[(owner[0], worker_pid)] = (owner, loader, worker)
+    for epoch in epochs_of(tables):
+        for worker, pid in epoch.pids.items():
+            slots.pop((epoch.main[0], pid), None)  # a persistent worker, or a pid that is used again
+            slots[(epoch.main[0], pid)] = (epoch.main, epoch.loader, worker)
     return slots
 
 
@@ -207,12 +223,18 @@ def replaced_workers(tables: RunTables) -> set[tuple[str, int]]:
 
 
 def _loop(
-    key: ProcessKey, loader: int, setting: Mapping[str, Any], batches: pd.DataFrame, fetches: pd.DataFrame
+    tables: RunTables,
+    key: ProcessKey,
+    loader: int,
+    setting: Mapping[str, Any],
+    batches: pd.DataFrame,
+    fetches: pd.DataFrame,
 ) -> Loop:
     workers = whole(setting.get("num_workers"))
     if workers is None:
         workers = max(0, int(np.nanmax(floats(batches, "worker"), initial=INLINE_WORKER)) + 1)
     return Loop(
+        tables=tables,
         main=key,
         rank=whole(batches["rank"].iloc[-1]),
         loader=loader,

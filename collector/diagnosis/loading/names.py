@@ -60,7 +60,7 @@ def _fitting(where: Locus, tables: RunTables) -> Iterator[LoaderKey]:
     """Yield the loaders that a finding may be about."""
     main_pid = where.pid if where.main_pid is None and where.role != "worker" else where.main_pid
     for (main, loader), setting in loader_settings(tables).items():
-        if main is None or loader != where.loader or where.rank != setting.get("rank"):
+        if loader != where.loader or where.rank != setting.get("rank"):
             continue
         if where.host in (None, main[0]) and main_pid in (None, main[1]):
             yield main, loader

@@ -81,7 +81,7 @@ def wait_breakdowns(tables: RunTables) -> list[WaitBreakdown]:
     """Break down the waits of each loop with its last setting, over the last batches that are wholly recorded."""
     replaced = replaced_loaders(tables)
     recent = (loop for loop in recent_loops(tables) if (loop.main, loop.loader) not in replaced)
-    return [break_down_waits(tables, loop) for loop in recent]
+    return [break_down_waits(loop) for loop in recent]
 
 
 def recent_loops(tables: RunTables) -> list[Loop]:
@@ -101,9 +101,9 @@ def recent_loops(tables: RunTables) -> list[Loop]:
     return recent
 
 
-def break_down_waits(tables: RunTables, loop: Loop) -> WaitBreakdown:
+def break_down_waits(loop: Loop) -> WaitBreakdown:
     """Split each wait of a loop by what the process that made the batch did meanwhile."""
-    fetches, in_stages = _timeline(loop, tables.stream("stage"))
+    fetches, in_stages = _timeline(loop, loop.tables.stream("stage"))
     waits = _waits(loop, fetches)
     asked, wait, made = (waits[name].to_numpy() for name in ("asked_ns", "wait_ns", "made_ns"))
     starved = np.where(np.isfinite(made), np.clip(made, asked, asked + wait) - asked, 0.0)
@@ -112,7 +112,7 @@ def break_down_waits(tables: RunTables, loop: Loop) -> WaitBreakdown:
     # Once the batch has left the queue, the loop sends the next index, and only then yields the batch.
     blocked = np.fmax(np.fmin(waits["blocked_ns"].to_numpy(), wait), starved)
     dispatch = after_made if not loop.num_workers else np.nan_to_num(wait - blocked) * (after_made > 0)
-    transfer, cores = after_made - dispatch, core_waits(tables, loop)
+    transfer, cores = after_made - dispatch, core_waits(loop)
     if not loop.num_workers:
         dispatch = dispatch + (parts.pop(IDLE) + parts.pop(START)).to_numpy()
     # The bytes of a batch need their time on a core.
@@ -231,16 +231,12 @@ def _spent(fetches: pd.DataFrame, in_stages: pd.DataFrame, row: np.ndarray, unti
     return spent
 
 
-def cost_per_stage(tables: RunTables, loop: Loop) -> pd.DataFrame:
+def cost_per_stage(loop: Loop) -> pd.DataFrame:
     """Return the time of each stage of a loop's batches, longest first; empty if no fetch was recorded.
 
     Collating and the rest of the fetch have rows of their own, so that the stages of a fetch add up to it; a stage
     that was called while collating is counted in both. Stages that the training loop calls for no loader's batch
-    are left out.
-
-    Args:
-        tables: the tables of the run.
-        loop: the loop; its fetches may be of other batches too.
+    are left out, and so are fetches of other batches.
 
     Returns:
         stage, in_fetch (false: called by the training loop), calls (NaN: not counted), calls_per_batch,
@@ -249,7 +245,7 @@ def cost_per_stage(tables: RunTables, loop: Loop) -> pd.DataFrame:
     """
     fetch = loop.fetches[_among(loop.fetches, loop.batches, _OF_BATCH)]
     getitem_ns, collate_ns = (float(np.nansum(floats(fetch, name))) for name in ("getitem_ns", "collate_ns"))
-    costs = _stage_sums(_stages(tables, loop, fetch))
+    costs = _stage_sums(_stages(loop, fetch))
     left_ns = getitem_ns - costs.loc[costs["in_fetch"], "wall_ns"].sum()
     if left_ns < RESOLUTION_NS * len(fetch):
         left_ns = 0.0
@@ -265,11 +261,13 @@ def cost_per_stage(tables: RunTables, loop: Loop) -> pd.DataFrame:
     return costs.sort_values(["in_fetch", "total_seconds"], ascending=False, ignore_index=True)[_COLUMNS]
 
 
-def _stages(tables: RunTables, loop: Loop, fetch: pd.DataFrame) -> pd.DataFrame:
+def _stages(loop: Loop, fetch: pd.DataFrame) -> pd.DataFrame:
     """Return the stages of these fetches, and those that the loop called for its batches."""
-    stage = tables.stream("stage")
+    stage = loop.tables.stream("stage")
     in_fetch = stage["worker"].notna().to_numpy()
-    recorded = tables.stream("batch").loc[loop.batches.index]  # re-created loaders have their own numbers there
+    recorded = loop.tables.stream("batch").loc[
+        loop.batches.index
+    ]  # re-created loaders have their own numbers there
     called = of_process(stage[~in_fetch], loop.main)
     called = called[_among(called, recorded, ("loader", *_OF_BATCH))]
     return pd.concat([stage[in_fetch & _among(stage, fetch, _OF_FETCH)], called])

@@ -18,7 +18,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loops, recreated_loaders, worker_slots
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, window_text, written
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding, Locus, WaitingLine
 from collector.stacks import FETCH, SAMPLER, WAIT, Frame, Place, is_in
@@ -170,7 +170,7 @@ def _main_of(where: Locus, tables: RunTables) -> ProcessKey | None:
     """Return the training process of a finding, if stacks of it were taken."""
     mains = dict.fromkeys(key for event in tables.events_of("stack-series") if (key := _main_key(event)))
     pid = where.pid if where.role == "main" and where.pid is not None else where.main_pid
-    ranks = {key_of(event): event.get("rank") for event in tables.events_of("process-start")}
+    ranks = {writer_of(event): event.get("rank") for event in tables.events_of("process-start")}
     fitting = [
         key
         for key in mains
@@ -183,12 +183,10 @@ def _main_key(event: Mapping[str, Any]) -> ProcessKey | None:
     return key_of({"host": event["host"], "pid": event.get("of_pid"), "start_ticks": event.get("of_start_ticks")})
 
 
+@once
 def _series_of(tables: RunTables, main: ProcessKey) -> list[_Series]:
-    def read() -> list[_Series]:
-        events = [event for event in tables.events_of("stack-series") if _main_key(event) == main]
-        return [_read(event) for event in events[-_MOST_SERIES:]]
-
-    return tables.once(("stack series", main), read)
+    events = [event for event in tables.events_of("stack-series") if _main_key(event) == main]
+    return [_read(event) for event in events[-_MOST_SERIES:]]
 
 
 def _read(event: Mapping[str, Any]) -> _Series:
@@ -235,7 +233,7 @@ def _awaited(
 ) -> Iterator[Frames | None]:
     by_record = _awaited_workers(series.times, loop)
     for moment, stack in enumerate(series.main):
-        if stack is None or not _is_inside(stack, WAIT):
+        if not _inside(stack, WAIT):
             continue
         for pid, samples in series.others.items():
             if pid in wanted and by_record[moment] in (None, workers[pid]):
@@ -280,13 +278,9 @@ def _is_work(stack: Frames) -> bool:
 
 def _at_work(series: _Series) -> Iterator[Frames | None]:
     """Yield the stacks of all processes that neither wait for a batch nor for an index."""
-    yield from (stack for stack in series.main if stack and not _is_inside(stack, WAIT))
+    yield from (stack for stack in series.main if stack and not _inside(stack, WAIT))
     for samples in series.others.values():
         yield from (_inside(stack, FETCH) for stack in samples)
-
-
-def _is_inside(stack: Frames, place: Place) -> bool:
-    return any(is_in(frame.place, *place) for frame in stack)
 
 
 def _inside(stack: Frames | None, place: Place) -> Frames | None:

@@ -97,12 +97,12 @@ class WorkerLimit:
         return "your settings" if self.by == "affinity" else _FAULTS.get(self.waits_for or "")
 
 
-def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> WorkerLimit:
+def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
     """Return what limits the steady fetches of a loop, or of one of its workers."""
     rows = steady_fetches(loop)
     if worker is not None:
         rows = rows[rows["worker"] == worker]
-    cores = usable_cores(tables, loop.main[0])
+    cores = usable_cores(loop.tables, loop.main[0])
     if not np.nansum(floats(rows, "fetch_ns")) or not np.isfinite(floats(rows, "cpu_ns")).any():
         return WorkerLimit(by=None, because="the CPU time of the fetches is not known", evidence=())
     times = floats(rows, "time_ns")
@@ -119,16 +119,14 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         ("fetch_run_queue_ratio", queued),
         ("fetch_blocked_ratio", waiting),
     )
-    if children >= _LEAST_PART and (
-        _cores_in_use(rows) >= _CORES_FULL * cores or _pressure(tables, loop, rows) >= waiting
-    ):
+    if children >= _LEAST_PART and (_cores_in_use(rows) >= _CORES_FULL * cores or _pressure(loop, rows) >= waiting):
         children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
-    by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, on_cpu, waiting)
+    by, because, waits_for = _judge(loop, rows, max(threads, process), children, on_cpu, waiting)
     others = False
     if queued >= _QUEUED:
-        in_use = _cores_of_run(tables, loop, rows)
-        are_free = cores_are_free(tables, loop.main[0], float(times.min()), float(times.max()))
-        by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(tables, loop), are_free=are_free)
+        in_use = _cores_of_run(loop, rows)
+        are_free = cores_are_free(loop.tables, loop.main[0], float(times.min()), float(times.max()))
+        by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(loop), are_free=are_free)
         others = by == "oversubscribed" and in_use < CORES_FILLED * cores
         waits_for = None
     return WorkerLimit(
@@ -168,15 +166,15 @@ def ranks_count(tables: RunTables, host: str) -> int:
     return max(sum(key[0] == host for key in lifecycle_of(tables).mains), 1)
 
 
-def _allowed_cores(tables: RunTables, loop: Loop) -> float:
+def _allowed_cores(loop: Loop) -> float:
     """Return the most cores that the affinity of a worker of the loop allows, NaN if unknown."""
-    allowed = floats(_samples(tables, loop, loop.fetches), "allowed_cores_count")
+    allowed = floats(_samples(loop, loop.fetches), "allowed_cores_count")
     return float(np.nanmax(allowed)) if np.isfinite(allowed).any() else float("nan")
 
 
-def _samples(tables: RunTables, loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:
+def _samples(loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:
     """Return the collector's samples of the processes that made these fetches."""
-    process = tables.stream("process")
+    process = loop.tables.stream("process")
     pids = fetches["pid"].unique()
     rows: pd.DataFrame = process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
     return rows
@@ -202,7 +200,7 @@ def _limit_by_cores(
 
 
 def _judge(
-    tables: RunTables, loop: Loop, rows: pd.DataFrame, cpu: float, children: float, on_cpu: float, blocked: float
+    loop: Loop, rows: pd.DataFrame, cpu: float, children: float, on_cpu: float, blocked: float
 ) -> tuple[str | None, str, str | None]:
     """Return (`by`, `because`, `waits_for`) of fetches that do not queue for cores.
 
@@ -218,7 +216,7 @@ def _judge(
     if blocked < _BLOCKED:
         return None, f"fetches mix computing ({percent(computing)}) and waiting ({percent(blocked)})", None
     blocked_text = f"fetches are blocked {percent(blocked)} of their time"
-    waits_for = _waits_for(tables, loop, rows)
+    waits_for = _waits_for(loop, rows)
     if waits_for == "service" and np.nansum(floats(rows, "children_cpu_ns")) > 0:
         waits_for = "child"  # subprocess waits for a child's output by poll(2)
     if not waits_for and _storage_explains(rows):
@@ -230,9 +228,9 @@ def _judge(
     return None, f"{blocked_text}, waiting for several things", None
 
 
-def _waits_for(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> str | None:
+def _waits_for(loop: Loop, rows: pd.DataFrame) -> str | None:
     """Return the main wait of the fetching threads within their fetches, as `main_wait` does."""
-    samples = _samples(tables, loop, rows)
+    samples = _samples(loop, rows)
     samples = samples[samples["wait_channel"].notna()]
     within: list[object] = []
     for pid, of_process in samples.groupby("process_pid"):
@@ -253,10 +251,10 @@ def _storage_explains(rows: pd.DataFrame) -> bool:
     return bool(needed >= _STORAGE_SHARE * mean(floats(rows, "blocked_ns")) / SECOND_NS)
 
 
-def _pressure(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
+def _pressure(loop: Loop, rows: pd.DataFrame) -> float:
     """Return the share of time in which a task of the host waited for a core (PSI, cpu some); 0 if unknown."""
     fetch_ends = floats(rows, "time_ns")
-    samples = between(host_samples(tables, loop.main[0]), fetch_ends.min(), fetch_ends.max())
+    samples = between(host_samples(loop.tables, loop.main[0]), fetch_ends.min(), fetch_ends.max())
     return float(np.nan_to_num(mean(floats(samples, "cpu_some_avg10_ratio"))))
 
 
@@ -279,7 +277,7 @@ def cores_used(
     return cpu_spent_ns(process, begin_ns, end_ns) / max(float(np.ptp(within)), 1.0) if len(within) else 0.0
 
 
-def _cores_of_run(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
+def _cores_of_run(loop: Loop, rows: pd.DataFrame) -> float:
     """Return the cores that the run used while these fetches were made: its training computes beside its workers.
 
     Workers and their children count by the records of the fetches, since a short-lived one is sampled too seldom.
@@ -287,10 +285,10 @@ def _cores_of_run(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
     times, own = floats(rows, "time_ns"), _cores_in_use(rows)
     window = loop.main[0], float(times.min()), float(times.max())
     if not loop.num_workers:
-        return float(np.maximum(own, cores_used(tables, *window)))
+        return float(np.maximum(own, cores_used(loop.tables, *window)))
     pids = {int(pid) for pid in rows["pid"].unique()}
-    children = set[int]().union(*(living_children(tables, loop.main[0], pid) for pid in pids))
-    return own + cores_used(tables, *window, without=pids | children)
+    children = set[int]().union(*(living_children(loop.tables, loop.main[0], pid) for pid in pids))
+    return own + cores_used(loop.tables, *window, without=pids | children)
 
 
 def _cores_in_use(rows: pd.DataFrame) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import TRACEABLE_LEAKS, Advice, AllocationSite, Finding
+from collector.findings import KINDS, Advice, AllocationSite, Finding
 from collector.store import ProcessGrowth, SiteGrowth
 from collector.units import size
 
@@ -31,7 +31,9 @@ _LEAST_UNEXPLAINED_BYTES = 2**20
 
 def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) -> Finding:
     """Return a leak with its allocation sites if they were recorded, else with the command that finds them."""
-    if finding.kind not in TRACEABLE_LEAKS or finding.locus.role == "other":  # has no hooks that could answer
+    if (
+        not KINDS[finding.kind].has_allocation_sites or finding.locus.role == "other"
+    ):  # has no hooks that could answer
         return finding
     device = "cpu" if finding.locus.device is None else f"cuda:{finding.locus.device}"
     snapshots = [grown for grown in tables.grown if _is_of(grown, finding)]

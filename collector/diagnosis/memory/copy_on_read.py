@@ -74,6 +74,15 @@ class _Copies:
     end_ns: float
     n: int
 
+    @property
+    def is_growth(self) -> bool:
+        """True if the worker goes on copying, and does not merely grow by itself."""
+        return (
+            self.total_bytes - self.burst_bytes >= _NEGLIGIBLE_BYTES
+            and self.resident_bytes <= _MAX_RESIDENT_RATIO * self.total_bytes
+            and self.late_bytes >= _MIN_LATE_RATIO * self.total_bytes
+        )
+
 
 def find_copies(tables: RunTables) -> list[Finding]:
     """Find `copy-on-read-growth`, at most once per loader: forked workers that copy their parent's pages."""
@@ -102,7 +111,7 @@ def find_copies(tables: RunTables) -> list[Finding]:
 def _forked_lives(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
     """Return (host, pid) -> (training process, loader, worker id) of the newest forked workers in each slot."""
     settings = loader_settings(tables)
-    merged = {main: recreated_loaders(tables, main) for main, _ in settings if main is not None}
+    merged = {main: recreated_loaders(tables, main) for main, _ in settings}
     newest: dict[tuple[ProcessKey, int, int], list[tuple[str, int]]] = {}
     for address, (main, loader, worker) in worker_slots(tables).items():
         if settings.get((main, loader), {}).get("start_method") in ("fork", None):
@@ -249,13 +258,7 @@ def _judge(
     setting: Mapping[str, Any],
 ) -> Finding | None:
     slots = [max(lives, key=lambda life: life.total_bytes) for lives in by_slot.values()]
-    copying = [
-        slot
-        for slot in slots
-        if slot.total_bytes - slot.burst_bytes >= _NEGLIGIBLE_BYTES
-        and slot.resident_bytes <= _MAX_RESIDENT_RATIO * slot.total_bytes
-        and slot.late_bytes >= _MIN_LATE_RATIO * slot.total_bytes
-    ]
+    copying = [slot for slot in slots if slot.is_growth]
     n = sum(slot.n for slot in copying)
     if n < 2 or len(copying) < _MIN_WORKERS_RATIO * len(slots):  # one reading of one worker is no witness
         return None

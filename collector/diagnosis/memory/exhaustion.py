@@ -14,22 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.memory.leak import Use, rate
+from collector.diagnosis.memory.leak import GrowingUse
 from collector.diagnosis.memory.resources import Resource
 from collector.diagnosis.run.columns import (
     SECOND_NS,
     finite,
-    key_of,
     median,
-    step_at,
     step_numbers,
     whole,
-    window_text,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT, first_passage_times, unevenness
-from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
+from collector.diagnosis.statistics.growth import MIN_POINTS, Floats
 from collector.diagnosis.statistics.saturation import Saturation
 from collector.diagnosis.statistics.step_pace import StepPace
 from collector.findings import Eta, Evidence, Finding, Limit, Locus, Severity, fact
@@ -56,8 +53,7 @@ class Course:
     Attributes:
         what: its name, at the beginning of a sentence.
         resource: the resource that is used.
-        use: its use, in the unit of `limit`.
-        growth: the growth of its use.
+        growing: its use, in the unit of `limit`, and the growth of that.
         limit: the limit that it grows towards.
         reserve: part of the limit that is in use and not counted in the use.
         filling: the growth as one that ends, beyond the limit, if it decelerates.
@@ -65,8 +61,7 @@ class Course:
 
     what: str
     resource: Resource
-    use: Use
-    growth: Growth
+    growing: GrowingUse
     limit: Limit
     reserve: float = 0.0
     filling: Saturation | None = None
@@ -74,25 +69,25 @@ class Course:
     @property
     def headroom(self) -> float:
         """The unused part of the limit."""
-        return max(self.limit.value - current_level(self.use.values), 0.0)
+        return max(self.limit.value - current_level(self.growing.use.values), 0.0)
 
     @property
     def is_far(self) -> bool:
         """True if too little of the growth was seen to warn."""
-        return self.headroom > self.resource.max_headroom_ratio * self.growth.rise
+        return self.headroom > self.resource.max_headroom_ratio * self.growing.trend.rise
 
     @property
     def is_relevant(self) -> bool:
         """True if the limit is met within `_RELEVANT_SECONDS` at the present rate."""
-        return self.headroom / self.growth.slope <= _RELEVANT_SECONDS
+        return self.headroom / self.growing.trend.slope <= _RELEVANT_SECONDS
 
 
-def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Evidence]) -> Finding:
+def exhaustion_finding(course: Course) -> Finding:
     """Return the finding that a limit will be met, or would have been met if the run had not ended."""
-    trend, limit, use = course.growth, course.limit, course.use
+    growing, trend, limit = course.growing, course.growing.trend, course.limit
+    tables = growing.use.tables
     seconds, steps = _times_to_limit(tables, course)
-    eta = _eta(seconds, steps)
-    status = lifecycle_of(tables).status()
+    eta, status = _eta(seconds, steps), lifecycle_of(tables).status()
     severity: Severity = "warning"
     if course.is_far:
         severity = "info"
@@ -106,23 +101,21 @@ def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Ev
     for chance in chances:
         share = quantity(chance.value, chance.unit)
         summary += f" In {share} of the simulated futures the limit is met before the end, {chance.window}."
-    span_ns = use.span_ns(trend)
-    window = window_text(tables, *span_ns)
-    headroom = fact(f"headroom_{limit.unit}", round(course.headroom), "last samples", n=len(use.times))
+    headroom = fact(f"headroom_{limit.unit}", round(course.headroom), "last samples", n=len(growing.use.times))
     return Finding(
         kind=course.resource.risk,
         severity=severity,
         confidence=round(min(0.95, 0.6 + 0.35 * min(1.0, trend.low / trend.slope)), 2),
         summary=summary,
-        locus=use.locus,
-        since_step=step_at(tables, use.key, span_ns[0]),
+        locus=growing.use.locus,
+        since_step=growing.since_step,
         evidence=(
-            fact("demand_slope", round(trend.slope, 3), window, unit=f"{limit.unit}/s", n=trend.n),
+            fact("demand_slope", round(trend.slope, 3), growing.window, unit=f"{limit.unit}/s", n=trend.n),
             headroom,
             *chances,
-            *witnesses,
+            *growing.witnesses,
         ),
-        rate=rate(trend, limit.unit),
+        rate=growing.rate,
         limit=limit,
         eta=eta,
         advice=course.resource.risk_advice,
@@ -170,7 +163,7 @@ def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
     what, limit = course.what, course.limit
     left, of_limit = amount(course.headroom, limit.unit), _named(limit, what)
     if course.is_far:
-        rise = amount(course.growth.rise, limit.unit)
+        rise = amount(course.growing.trend.rise, limit.unit)
         if left == amount(limit.value, limit.unit):  # 23.5 GiB of 23.5 GiB
             return f"{what} grew by {rise} so far; nearly all of {of_limit} is left, too much for a warning."
         return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a warning."
@@ -210,9 +203,9 @@ def _times_to_limit(tables: RunTables, course: Course) -> tuple[Floats, Floats |
     A leak in a step does not depend on the pace of the steps, and a leak in a thread does not depend on their
     number. So each future is simulated on one of the two clocks, more often on that with the more even growth.
     """
-    use = course.use
+    use = course.growing.use
     is_known = np.isfinite(use.values)
-    part = use.where(is_known & (use.times >= course.growth.since_seconds))
+    part = use.where(is_known & (use.times >= course.growing.trend.since_seconds))
     if len(part.times) < MIN_POINTS:  # the growth began just now
         part = use.where(is_known)
     times, values = part.times, part.values
@@ -256,11 +249,11 @@ def steps_left(tables: RunTables) -> float | None:
     A framework goes on counting from a checkpoint's count, so its count is taken where it entered a phase.
     """
     parameters, phases = tables.events_of("hyper-parameters"), tables.events_of("phase")
-    if not parameters or not phases or (key := key_of(phases[-1])) is None:
+    if not parameters or not phases:
         return None
     planned = _planned_steps(parameters[-1]["values"], phases)
     moments = np.array([phases[-1]["time_ns"], tables.now_ns]) / SECOND_NS
-    left = planned - phases[-1]["step"] - float(np.diff(step_numbers(tables, key, moments))[0])
+    left = planned - phases[-1]["step"] - float(np.diff(step_numbers(tables, writer_of(phases[-1]), moments))[0])
     return max(left, 0.0) if math.isfinite(left) else None
 
 

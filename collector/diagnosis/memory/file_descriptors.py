@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import recreated_loaders
+from collector.diagnosis.loading.loaders import epochs_of, recreated_loaders
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import (
     FULL_RATIO,
@@ -24,13 +24,12 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import CONFIRMED, Use, is_brief, leak_finding, rise_since, young_finding
+from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, leak_finding, rise_since, young_finding
 from collector.diagnosis.run.columns import (
     PROCESS,
     by_process,
     floats,
     iterates,
-    key_of,
     last,
     sampled_on,
     seconds,
@@ -43,9 +42,9 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
-from collector.findings import Evidence, Finding, Limit, Locus, fact
+from collector.findings import Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 
 #: A rise below one descriptor per block of a trend is a few single events.
@@ -73,14 +72,29 @@ class _Process:
         """True for a worker of a loader."""
         return self.locus.role == "worker"
 
+    @property
+    def counts(self) -> Floats:
+        """Number of its open files at each sample."""
+        return floats(self.rows, "fd_count")
+
+    @property
+    def limit(self) -> Limit:
+        """Number of files that it may open."""
+        return Limit(name="RLIMIT_NOFILE", value=last(floats(self.rows, "fd_limit_count")), unit="count")
+
+    @property
+    def used_ratio(self) -> float:
+        """Used share of its limit, 0 if the limit is not known."""
+        return current_level(self.counts) / self.limit.value if self.limit.value > 0 else 0.0
+
 
 def find_descriptors(tables: RunTables) -> list[Finding]:
     """Find `fd-leak` and `fd-exhaustion-risk`, once per loader: for the worker that is nearest to its limit."""
     groups: dict[tuple[str, Locus], list[tuple[float, Finding]]] = {}
     for process in _processes(tables):
         place = replace(process.locus, pid=None, worker=None) if process.is_worker else process.locus
-        for used_ratio, finding in _judge(tables, process):
-            groups.setdefault((finding.kind, place), []).append((used_ratio, finding))
+        for finding in _judge(tables, process):
+            groups.setdefault((finding.kind, place), []).append((process.used_ratio, finding))
     return [_nearest_to_limit(group) for group in groups.values()]
 
 
@@ -106,43 +120,41 @@ def _processes(tables: RunTables) -> Iterator[_Process]:
             yield _Process(key=key, name=name, locus=locus, rows=with_early_samples(tables, rows))
 
 
-def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Finding]]:
-    """Yield the findings on one process, each with the used share of its limit."""
-    times, counts = seconds(process.rows), floats(process.rows, "fd_count")
-    n = int(np.isfinite(counts).sum())
-    if n < MIN_POINTS:
-        return
+def _judge(tables: RunTables, process: _Process) -> list[Finding]:
+    """Return the findings on one process."""
+    times, counts = seconds(process.rows), process.counts
+    if np.isfinite(counts).sum() < MIN_POINTS:
+        return []
     key = None if process.is_worker else process.key  # the steps of the run count for a worker
     use = Use.of(tables, "fd", process.locus, times, counts, key=key, unit="count")
-    used, limit = current_level(counts), last(floats(process.rows, "fd_limit_count"))
-    used_ratio, name = used / limit if limit > 0 else 0.0, sentence(process.name)
-    bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
     is_usual = _has_usual_processes(tables, process)
     usual = use.where(is_usual)
     trend = usual.growth(_NEGLIGIBLE_COUNT)
     if trend is None or _rests_since(trend, use, is_usual):
-        if used_ratio >= FULL_RATIO:
-            evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit, "last sample")
-            yield used_ratio, full_finding(resources.OPEN_FILES, bound, used, process.locus, evidence, process=name)
-        return
-    witnesses, is_batches = _witnesses(tables, process, usual, trend, limit)
-    if is_brief(tables, usual, trend):
+        return _full(process) if process.used_ratio >= FULL_RATIO else []
+    growing, is_batches = _with_witnesses(process, GrowingUse(usual, trend))
+    if growing.is_brief:
         grows = f"The number of open files of {process.name} grows"
-        brief = young_finding(tables, usual, trend, witnesses, negligible=_NEGLIGIBLE_COUNT, grows=grows)
-        yield used_ratio, brief
-        return
-    kept = _kept_workers(tables, process, trend)
+        return [young_finding(growing, negligible=_NEGLIGIBLE_COUNT, grows=grows)]
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
-    words: dict[str, object] = {"process": name}
-    if kept:
+    words: dict[str, object] = {"process": sentence(process.name)}
+    if kept := _kept_workers(tables, process, trend):
         resource, words = resources.OPEN_WORKERS, words | {"workers": kept}
-        witnesses = (*witnesses, fact("kept_workers_count", kept, "last samples"))
+        witness = fact("kept_workers_count", kept, "last samples")
+        growing = replace(growing, witnesses=(*growing.witnesses, witness))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
-    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, **words)
+    leak = leak_finding(resource, growing, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
-    course = Course(what=what, resource=resource, use=use, growth=trend, limit=bound)
-    if used_ratio and course.is_relevant:
-        yield used_ratio, exhaustion_finding(tables, course, witnesses)
+    course = Course(what=what, resource=resource, growing=replace(growing, use=use), limit=process.limit)
+    return [leak, exhaustion_finding(course)] if process.used_ratio and course.is_relevant else [leak]
+
+
+def _full(process: _Process) -> list[Finding]:
+    used, limit = current_level(process.counts), process.limit
+    n = int(np.isfinite(process.counts).sum())
+    evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit.value, "last sample")
+    name = sentence(process.name)
+    return [full_finding(resources.OPEN_FILES, limit, used, process.locus, evidence, process=name)]
 
 
 def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bool:
@@ -160,13 +172,14 @@ def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bo
 def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]:
     """Return which of its samples were taken while the usual number of the run's processes lived on its host."""
     host = process.key[0]
-    begins, ends = tables.once(("lives", host), lambda: _lives(tables, host))
+    begins, ends = _lives(tables, host)
     times = floats(process.rows, "time_ns")
     living = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="left")
     usual: npt.NDArray[np.bool_] = living == np.bincount(living).argmax()
     return usual
 
 
+@once
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     """Return the times at which processes of the run were first, and last, seen alive; each sorted, in ns.
 
@@ -194,14 +207,12 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
     replaced: dict[int, float] = {}
     newest: dict[tuple[ProcessKey, int], list[int]] = {}
     one_loop: dict[ProcessKey, dict[int, int]] = {}
-    for event in tables.events_of("epoch-start"):
-        key, loader = key_of(event), whole(event.get("loader"))
-        if key is None or loader is None or key[0] != host or main not in (None, key):
+    for event, key, loader, workers in epochs_of(tables):
+        if key[0] != host or main not in (None, key):
             continue
         if key not in one_loop:
             one_loop[key] = recreated_loaders(tables, key)
-        place = key, one_loop[key].get(loader, loader)
-        pids = [pid for pid in map(whole, event.get("worker_pids") or ()) if pid is not None]
+        place, pids = (key, one_loop[key].get(loader, loader)), [*workers.values()]
         replaced |= {pid: float(event["time_ns"]) for pid in newest.get(place, ()) if pid not in pids}
         newest[place] = pids
     return replaced
@@ -219,21 +230,20 @@ def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:
     return kept if _FILES_OF_WORKER * kept >= CONFIRMED * trend.rise else 0
 
 
-def _witnesses(
-    tables: RunTables, process: _Process, use: Use, trend: Growth, limit: float
-) -> tuple[tuple[Evidence, ...], bool]:
-    """Return what confirms a growth, and whether it consists of batches from workers that are held."""
+def _with_witnesses(process: _Process, growing: GrowingUse) -> tuple[GrowingUse, bool]:
+    """Return a growth with what confirms it, and whether it consists of batches from workers that are held."""
+    trend = growing.trend
     shared_rise = rise_since(seconds(process.rows), floats(process.rows, "shm_bytes"), trend)
     is_batches = shared_rise >= CONFIRMED * _SHARED_BYTES * trend.rise
-    steps = steps_within(tables, use.key, *use.span_ns(trend))
+    steps = steps_within(growing.use.tables, growing.use.key, *growing.span_ns)
     values = {
-        "fd_limit_count": limit,
+        "fd_limit_count": process.limit.value,
         "fd_per_step": trend.rise / steps,
         "process_shm_rise_bytes": shared_rise if is_batches else math.nan,
     }
-    evidence = (
+    witnesses = (
         fact(name, round(value, 3), "same window", n=trend.n)
         for name, value in values.items()
         if math.isfinite(value)
     )
-    return tuple(evidence), is_batches
+    return replace(growing, witnesses=tuple(witnesses)), is_batches

@@ -19,6 +19,7 @@ import pandas as pd
 
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.leak import (
+    GrowingUse,
     Use,
     leak_finding,
     negligible_bytes,
@@ -53,25 +54,33 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
     return findings
 
 
-def use_of(rank: Allocator, series: str, values: Floats) -> Use:
+def use_of(tables: RunTables, rank: Allocator, series: str, values: Floats) -> Use:
     """Return the use of a device's memory by one process, at the records of its allocator."""
-    return Use(series=series, locus=rank.locus, key=rank.key, times=rank.seconds, values=values, steps=rank.steps)
+    return Use(
+        tables=tables,
+        series=series,
+        locus=rank.locus,
+        key=rank.key,
+        times=rank.seconds,
+        values=values,
+        steps=rank.steps,
+    )
 
 
 def tensors_of(tables: RunTables, rank: Allocator) -> Use:
     """Return the memory of live tensors, without gradients and state of optimizers."""
     kept = optimizer_bytes(tables, rank.key, rank.seconds, rank.locus.device)
-    return use_of(rank, "allocated", rank.column("allocated_bytes") - kept)
+    return use_of(tables, rank, "allocated", rank.column("allocated_bytes") - kept)
 
 
 def kept_tensors(tables: RunTables, rank: Allocator) -> Growth | None:
     """Return the growth of live tensors if their number grows too: what `gpu-tensor-leak` reports."""
-    return tensors_of(tables, rank).growth() if _counts(rank) is not None else None
+    return tensors_of(tables, rank).growth() if _counts(tables, rank) is not None else None
 
 
-def _counts(rank: Allocator) -> Growth | None:
+def _counts(tables: RunTables, rank: Allocator) -> Growth | None:
     # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
-    return use_of(rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
+    return use_of(tables, rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
 
 
 def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
@@ -80,16 +89,16 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
     trend = use.growth()
     if trend is None:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
-        told = optimizer_finding(tables, use, allocated - use.values, negligible_bytes(allocated), grows=where)
+        told = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
         return [told] if told is not None else []
-    counts = _counts(rank)
+    counts = _counts(tables, rank)
     rise = () if counts is None else (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)
-    return [leak_finding(tables, resources.TENSORS, use, trend, rise)]
+    return [leak_finding(resources.TENSORS, GrowingUse(use, trend, rise))]
 
 
 def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
     reserved = rank.column("reserved_bytes")
-    use = use_of(rank, "unused", reserved - rank.column("active_bytes"))
+    use = use_of(tables, rank, "unused", reserved - rank.column("active_bytes"))
     trend = use.growth(negligible_bytes(reserved))
     if trend is None:
         return []
@@ -98,7 +107,7 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
     if steps >= MIN_RETRY_STEPS:
         witnesses = (*witnesses, fact("alloc_retry_steps_count", steps, "same window", n=trend.n))
     # Without a witness it is the high-water mark of uneven sizes.
-    return [leak_finding(tables, resources.FRAGMENTATION, use, trend, witnesses)] if witnesses else []
+    return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, witnesses))] if witnesses else []
 
 
 def retry_steps(rank: Allocator, since_seconds: float) -> int:
@@ -112,7 +121,7 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> list[Finding]:
     pinned, active = rank.column("pinned_allocated_bytes"), rank.column("pinned_active_bytes")
     knows_use = bool(2 * np.isfinite(pinned - active).sum() > np.isfinite(pinned).sum())
     use = dataclasses.replace(
-        use_of(rank, "pinned_cache" if knows_use else "pinned", pinned - active if knows_use else pinned),
+        use_of(tables, rank, "pinned_cache" if knows_use else "pinned", pinned - active if knows_use else pinned),
         locus=dataclasses.replace(rank.locus, device=None),
     )
     trend = use.growth(negligible_bytes(pinned))
@@ -124,7 +133,7 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> list[Finding]:
         in_use = round(rise_since(rank.seconds, active, trend))
         witnesses = (*witnesses, fact("pinned_active_rise_bytes", in_use, "same window", n=trend.n))
     resource = resources.PINNED_CACHE if knows_use else resources.PINNED_MEMORY
-    return [leak_finding(tables, resource, use, trend, witnesses)]
+    return [leak_finding(resource, GrowingUse(use, trend, witnesses))]
 
 
 def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list[Allocator]) -> list[Finding]:
@@ -138,6 +147,6 @@ def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list
     if trend is None:
         return []
     if not has_run:
-        return [leak_finding(tables, resources.UNATTRIBUTED, use, trend, ())]
+        return [leak_finding(resources.UNATTRIBUTED, GrowingUse(use, trend))]
     witnesses = witnesses_of(trend, {"device_outside_pytorch_rise_bytes": (times, whole_device)})
-    return [leak_finding(tables, resources.OUTSIDE_PYTORCH, use, trend, witnesses)]
+    return [leak_finding(resources.OUTSIDE_PYTORCH, GrowingUse(use, trend, witnesses))]

@@ -17,7 +17,7 @@ import pandas as pd
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO, Course, exhaustion_finding, full_finding
 from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps, use_of
-from collector.diagnosis.memory.leak import CONFIRMED, Use, share_of, witnesses_of
+from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
 from collector.diagnosis.run.tables import RunTables
@@ -32,10 +32,10 @@ def find_device_risk(tables: RunTables) -> list[Finding]:
         capacities = [capacity_of(tables, rank) for rank in ranks]
         total = max([last(floats(samples, "total_bytes")), *(total for total, _ in capacities)], key=np.nan_to_num)
         shares = [(rank, share) for rank, (_, share) in zip(ranks, capacities, strict=True) if share < total]
-        on_shares = [_judge(tables, _share_of_device(rank, share), [rank]) for rank, share in shares]
+        on_shares = [_judge(_share_of_device(tables, rank, share), [rank]) for rank, share in shares]
         findings += on_shares
         if not any(on_shares):  # a share is used up before the device is
-            findings.append(_judge(tables, _whole_device(tables, host, device, samples, ranks, total), ranks))
+            findings.append(_judge(_whole_device(tables, host, device, samples, ranks, total), ranks))
     return [finding for finding in findings if finding is not None]
 
 
@@ -68,37 +68,42 @@ def _whole_device(
     """Return the use that the driver counts, or without it that of PyTorch, which is less."""
     used, run = floats(samples, "used_bytes"), floats(samples, "process_used_bytes")
     has_driver = bool(np.isfinite(used).any())
-    what = f"The memory of GPU {device}"
-    what += "" if has_driver else ", counting PyTorch alone because NVML reports nothing,"
     times = seconds(samples) if has_driver else ranks[0].seconds
     reserved, allocated, holes = (
         np.sum([np.zeros(len(times)), *(rank.at(times, name) for rank in ranks)], axis=0)
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
     held = allocated + np.nan_to_num(holes)
-    demand = used - reserved + held if has_driver else held
+    what, locus = f"The memory of GPU {device}", Locus(host=host, device=device)
+    limit = Limit(name=f"GPU {device}", value=total, unit="bytes")
+    of_pytorch = {"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes} if ranks else {}
+    if not has_driver:
+        return _Memory(
+            what=f"{what}, counting PyTorch alone because NVML reports nothing,",
+            limit=limit,
+            demand=Use.of(tables, "demand", locus, times, held),
+            witnesses={**of_pytorch, "reserved_rise_bytes": reserved},
+            peak_bytes=math.nan,
+        )
+    of_device = {"device_used_rise_bytes": used} if ranks else {}
     return _Memory(
         what=what,
-        limit=Limit(name=f"GPU {device}", value=total, unit="bytes"),
-        demand=Use.of(tables, "demand", Locus(host=host, device=device), times, demand),
-        witnesses={
-            **({"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes} if ranks else {}),
-            **({"device_used_rise_bytes": used} if has_driver and ranks else {}),
-            **({"process_used_rise_bytes": run} if has_driver else {"reserved_rise_bytes": reserved}),
-        },
-        peak_bytes=peak(used) if has_driver else math.nan,
-        used=used if has_driver else None,
-        library=run - reserved if has_driver and ranks else None,
-        others=floats(samples, "other_used_bytes") if has_driver else None,
+        limit=limit,
+        demand=Use.of(tables, "demand", locus, times, used - reserved + held),
+        witnesses={**of_pytorch, **of_device, "process_used_rise_bytes": run},
+        peak_bytes=peak(used),
+        used=used,
+        library=run - reserved if ranks else None,
+        others=floats(samples, "other_used_bytes"),
     )
 
 
-def _share_of_device(rank: Allocator, share: float) -> _Memory:
+def _share_of_device(tables: RunTables, rank: Allocator, share: float) -> _Memory:
     """Return a process's use of the share of the device that it may use (`set_per_process_memory_fraction`)."""
     return _Memory(
         what=f"The share of GPU {rank.device} that pid {rank.key[1]} may use",
         limit=Limit(name=f"its share of GPU {rank.device}", value=share, unit="bytes"),
-        demand=use_of(rank, "demand", rank.held_bytes),
+        demand=use_of(tables, rank, "demand", rank.held_bytes),
         witnesses={
             "allocated_rise_bytes": rank.column("allocated_bytes"),
             "inactive_split_rise_bytes": rank.column("inactive_split_bytes"),
@@ -108,7 +113,7 @@ def _share_of_device(rank: Allocator, share: float) -> _Memory:
     )
 
 
-def _judge(tables: RunTables, memory: _Memory, ranks: list[Allocator]) -> Finding | None:
+def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     demand, limit = memory.demand, memory.limit
     if not limit.value > 0 or not np.isfinite(demand.values).any():
         return _by_retries(ranks, demand.locus, limit, math.nan)
@@ -121,10 +126,11 @@ def _judge(tables: RunTables, memory: _Memory, ranks: list[Allocator]) -> Findin
         resources.GPU_OF_OTHERS if others else resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
     )
     use = replace(demand, values=_use_at_limit(memory, trend, ranks))
-    course = Course(what=memory.what, resource=resource, use=use, growth=trend, limit=limit)
+    growing = GrowingUse(use, trend, witnesses)
+    course = Course(what=memory.what, resource=resource, growing=growing, limit=limit)
     if not witnesses or not course.is_relevant:
         return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
-    risk = exhaustion_finding(tables, course, witnesses)
+    risk = exhaustion_finding(course)
     return replace(risk, summary=f"{risk.summary} Other processes grow there, not this run.") if others else risk
 
 

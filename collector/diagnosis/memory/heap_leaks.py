@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -22,11 +21,11 @@ from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
 from collector.diagnosis.memory.leak import (
     CONFIRMED,
+    GrowingUse,
     Use,
     bounded_finding,
     filling_of,
     growth_of,
-    lasts_to_end,
     leak_finding,
     negligible_bytes,
     optimizer_bytes,
@@ -44,7 +43,6 @@ from collector.diagnosis.run.columns import (
     finite,
     floats,
     iterates,
-    key_of,
     resident_bytes,
     seconds,
     steps_within,
@@ -58,7 +56,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
@@ -76,14 +74,6 @@ _NO_ITERATIONS = (
 _AFTER_TRAINING = " It did so after the training's last step or batch."
 
 
-class _Leak(NamedTuple):
-    """A worker that grows, its growth, and what confirms it."""
-
-    use: Use
-    trend: Growth
-    witnesses: tuple[Evidence, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Workers:
     """The workers of a loader by their number: several had each, in turn, if they end with the epoch.
@@ -94,8 +84,8 @@ class _Workers:
         rises: how far the levels of each worker of a number lie apart, in bytes.
     """
 
-    leaks: dict[int, _Leak] = field(default_factory=dict)
-    young: dict[int, _Leak] = field(default_factory=dict)
+    leaks: dict[int, GrowingUse] = field(default_factory=dict)
+    young: dict[int, GrowingUse] = field(default_factory=dict)
     lasting: dict[int, tuple[Use, _Readings]] = field(default_factory=dict)
     rises: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -135,57 +125,42 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
         return None
-    times, resident = seconds(rows), _resident(rows)
+    life, times = lifecycle_of(tables), seconds(rows)
     kept = optimizer_bytes(tables, key, times)
     free = _free(tables, key, times) + kept
-    life = lifecycle_of(tables)
-    series = "in_use" if free.any() else "resident"
-    use = Use.of(tables, series, life.locus(key), times, resident - free, key=key)
-    negligible = negligible_bytes(resident)
+    use = _use_of(tables, life.locus(key), rows, free, key)
+    negligible = negligible_bytes(_resident(rows))
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
     filling = filling_of(use, trend, negligible) if is_iterating else None
     # Too few stairs for the rule, unless they come at an occasion that is known.
-    stairs = use.at_occasions(tables, negligible) if trend is None and filling is None else None
-    young = (
-        young_growth(tables, use, trend, negligible)
-        if is_iterating and filling is None and stairs is None
-        else None
-    )
+    stairs = use.at_occasions(negligible) if trend is None and filling is None else None
+    may_be_young = is_iterating and filling is None and stairs is None
+    young = young_growth(use, trend, negligible) if may_be_young else None
     trend = growth_of(filling) if filling else stairs.growth() if stairs else young or trend
-    witnesses = _main_witnesses(tables, key, use, trend, rows, free) if trend is not None else None
+    witnesses = _main_witnesses(key, use, trend, rows, free) if trend is not None else None
     process = sentence(life.name(key))
     if trend is None or witnesses is None:
-        return optimizer_finding(tables, use, kept, negligible, grows=f"{process} grows")
+        return optimizer_finding(use, kept, negligible, grows=f"{process} grows")
     if filling is not None:
-        return bounded_finding(tables, use, filling, witnesses, fills=f"{process} fills")
+        return bounded_finding(use, filling, witnesses, fills=f"{process} fills")
+    growing = GrowingUse(use, trend, witnesses)
     if young is not None:
-        return young_finding(tables, use, young, witnesses, negligible=negligible, grows=f"{process} grows")
-    leak = _leak_of_main(tables, key, use, trend, witnesses, is_iterating=is_iterating)
-    leak = _with_threads(leak, use, rows)
+        return young_finding(growing, negligible=negligible, grows=f"{process} grows")
+    leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, rows)
     return leak if stairs is None else replace(leak, severity="info")
 
 
-def _leak_of_main(
-    tables: RunTables,
-    key: ProcessKey,
-    use: Use,
-    trend: Growth,
-    witnesses: tuple[Evidence, ...],
-    *,
-    is_iterating: bool,
-) -> Finding:
+def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -> Finding:
+    tables, witnesses = growing.use.tables, growing.witnesses
     life, trains = lifecycle_of(tables), iterates(tables, key)
     # The rise and the steps cover the same time: steps may take longer now than before.
-    steps = steps_within(tables, key, *use.span_ns(trend))
+    steps = steps_within(tables, key, *growing.span_ns)
     finding = leak_finding(
-        tables,
         resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS,
-        use,
-        trend,
-        (*witnesses, *_half_slopes(use, trend)) if witnesses else (),
+        replace(growing, witnesses=(*witnesses, *_half_slopes(growing)) if witnesses else ()),
         iterates=is_iterating,
         process=sentence(life.name(key)),
-        per_step=f", {size(trend.rise / steps)} per step" if math.isfinite(steps) else "",
+        per_step=f", {size(growing.trend.rise / steps)} per step" if math.isfinite(steps) else "",
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(
@@ -208,10 +183,10 @@ def _with_threads(leak: Finding, use: Use, rows: pd.DataFrame) -> Finding:
 
 
 def _main_witnesses(
-    tables: RunTables, key: ProcessKey, use: Use, trend: Growth, rows: pd.DataFrame, free: Floats
+    key: ProcessKey, use: Use, trend: Growth, rows: pd.DataFrame, free: Floats
 ) -> tuple[Evidence, ...] | None:
     """Return what confirms a growth: nothing if private memory was read too seldom, None if something denies it."""
-    times = use.times
+    tables, times = use.tables, use.times
     if share_of(times, floats(rows, "data_bytes") - free, trend) < CONFIRMED:
         return None  # it only fills memory that it had allocated before
     forks = _forks(tables, key, times)
@@ -223,14 +198,14 @@ def _main_witnesses(
     series = {
         "private_dirty_rise_bytes": (times, private),
         "inherited_by_workers_rise_bytes": _inherited(tables, key),
-        "host_demand_rise_bytes": _demand_while(tables, use),
+        "host_demand_rise_bytes": _demand_while(use),
     }
     return witnesses_of(trend, series) or (() if math.isnan(written_ratio) else None)
 
 
-def _demand_while(tables: RunTables, use: Use) -> _Readings:
+def _demand_while(use: Use) -> _Readings:
     """Return the memory in use on the host of a use, until that ends: the fall then would hide growth before it."""
-    times, demand = demand_series(tables, str(use.locus.host))
+    times, demand = demand_series(use.tables, str(use.locus.host))
     return times[times <= use.times[-1]], demand[times <= use.times[-1]]
 
 
@@ -246,8 +221,9 @@ def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
     return result
 
 
-def _half_slopes(use: Use, trend: Growth) -> list[Evidence]:
+def _half_slopes(growing: GrowingUse) -> list[Evidence]:
     """Return the slope in the first and the second half of the window of a growth, as evidence."""
+    use, trend = growing.use, growing.trend
     part = use.where(np.isfinite(use.values) & (use.times >= trend.since_seconds))
     times, half = part.times - part.times[0], len(part.times) // 2
     halves = {"first": slice(half), "second": slice(half, None)}
@@ -317,22 +293,20 @@ def _note_worker(
     ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
         return
-    times = seconds(rows)
-    free = _free(tables, key, times)
-    use = Use.of(tables, "in_use" if free.any() else "resident", locus, times, _resident(rows) - free)
+    use = _use_of(tables, locus, rows, _free(tables, key, seconds(rows)))
     workers, levels = loaders[replace(locus, pid=None, worker=None)], finite(use.values)
     workers.rises[number].append(float(np.ptp(levels)) if len(levels) else 0.0)
-    if lasts_to_end(tables, use):
+    if use.lasts_to_end:
         workers.lasting[number] = use, private
     trend = use.growth() if ticks_count >= MIN_POINTS else None
-    young = young_growth(tables, use, trend, negligible_bytes(use.values))
+    young = young_growth(use, trend, negligible_bytes(use.values))
     trend = young or trend
     # Memory that was not written, such as mapped files, is no leak; too few readings leave that open.
     if trend is None or share_of(*private, trend) < CONFIRMED:
         return
     grown = workers.young if young else workers.leaks
     if number not in grown or grown[number].trend.rise < trend.rise:
-        grown[number] = _Leak(use, trend, witnesses_of(trend, {"private_dirty_rise_bytes": private}))
+        grown[number] = GrowingUse(use, trend, witnesses_of(trend, {"private_dirty_rise_bytes": private}))
 
 
 def _loader_finding(tables: RunTables, place: Locus, workers: _Workers) -> Finding | None:
@@ -341,13 +315,13 @@ def _loader_finding(tables: RunTables, place: Locus, workers: _Workers) -> Findi
         return None
     mean = _mean_of(place, workers.lasting)
     trend = mean.growth() if mean is not None else None
-    if mean is not None and (filling := _loader_filling(tables, mean, trend, workers.lasting)) is not None:
+    if mean is not None and (filling := _loader_filling(mean, trend, workers.lasting)) is not None:
         return filling
     if workers.leaks:
         if mean is not None and trend is None and _is_of_all(workers):
             return None  # by its noise, one of them passed for a leak
         return _loader_leak(tables, place, workers)
-    return _young_loader(tables, workers.young) if workers.young else None
+    return _young_loader(workers.young) if workers.young else None
 
 
 def _mean_of(place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]) -> Use | None:
@@ -377,7 +351,7 @@ def _is_of_all(workers: _Workers) -> bool:
 
 
 def _loader_filling(
-    tables: RunTables, mean: Use, trend: Growth | None, of_workers: Mapping[int, tuple[Use, _Readings]]
+    mean: Use, trend: Growth | None, of_workers: Mapping[int, tuple[Use, _Readings]]
 ) -> Finding | None:
     """Return the finding that each of a loader's workers fills a cache, by their mean and its growth, if any.
 
@@ -390,18 +364,22 @@ def _loader_filling(
     private_bytes = float(np.mean([rise_since(*readings, growth) for _, readings in of_workers.values()]))
     if not (_grow_alike(of_workers, growth) and private_bytes >= CONFIRMED * growth.rise):
         return None
-    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {mean.locus.loader}"
-    fills = f"Worker {workers} fills" if len(of_workers) == 1 else f"Workers {workers} each fill"
+    fills = _subject(of_workers, mean, "fill")
     witness = fact("private_dirty_rise_bytes", round(private_bytes), "same window", n=len(of_workers))
-    return bounded_finding(tables, mean, filling, (witness,), fills=fills)
+    return bounded_finding(mean, filling, (witness,), fills=fills)
 
 
-def _young_loader(tables: RunTables, of_workers: Mapping[int, _Leak]) -> Finding:
+def _young_loader(of_workers: Mapping[int, GrowingUse]) -> Finding:
     """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
-    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak.trend.rise)
+    most = max(of_workers.values(), key=_rise)
+    grows = _subject(of_workers, most.use, "grow")
+    return young_finding(most, negligible=negligible_bytes(most.use.values), grows=grows)
+
+
+def _subject(of_workers: Collection[int], use: Use, verb: str) -> str:
+    """Return subject and verb of a sentence on some workers of a loader."""
     workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
-    grows = f"Worker {workers} grows" if len(of_workers) == 1 else f"Workers {workers} each grow"
-    return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
+    return f"Worker {workers} {verb}s" if len(of_workers) == 1 else f"Workers {workers} each {verb}"
 
 
 def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Finding:
@@ -417,43 +395,51 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         if sum(rise >= leak.trend.rise / 2 for rise in of_loader.rises[number]) < _MIN_EPOCHS
     ]
     leaks = unbounded or [*candidates.values()]
-    trends = [leak.trend for leak in leaks]
-    total = Rate(
-        value=sum(trend.slope for trend in trends),
-        low=sum(trend.low for trend in trends),
-        high=sum(trend.high for trend in trends),
-        unit="bytes/s",
-    )
+    total = _total([leak.rate for leak in leaks])
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
-    use, trend, witnesses = max(leaks, key=lambda leak: leak.trend.rise)
+    most, names, are_several = max(leaks, key=_rise), ", ".join(map(str, workers)), len(workers) > 1
     finding = leak_finding(
-        tables,
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
-        use,
-        trend,
-        witnesses,
-        workers=", ".join(map(str, workers)),
-        subject=f"Worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}",
-        keep="keep" if len(workers) > 1 else "keeps",
-        rise=size(sum(trend.rise for trend in trends)),
-        most=f" Worker {use.locus.worker} grew most: {size(trend.rise)}." if len(workers) > 1 else "",
+        most,
+        workers=names,
+        subject=f"Workers {names}" if are_several else f"Worker {names}",
+        keep="keep" if are_several else "keeps",
+        rise=size(sum(map(_rise, leaks))),
+        most=f" Worker {most.use.locus.worker} grew most: {size(most.trend.rise)}." if are_several else "",
         slope=size(total.value),
     )
-    until_then = (resources.END_WORKERS,) if witnesses and unbounded and _stay(tables, place) else ()
+    until_then = (resources.END_WORKERS,) if most.witnesses and unbounded and _stay(tables, place) else ()
     return replace(
         finding,
         advice=(*finding.advice, *until_then),
         severity=finding.severity if unbounded else "info",
-        locus=replace(place, worker=use.locus.worker if len(leaks) == 1 else None),
+        locus=replace(place, worker=most.use.locus.worker if len(leaks) == 1 else None),
         evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(of_loader.rises))),
         rate=total,
     )
+
+
+def _total(rates: Sequence[Rate]) -> Rate:
+    value, low, high = (sum(getattr(rate, name) for rate in rates) for name in ("value", "low", "high"))
+    return Rate(value=value, low=low, high=high, unit=rates[0].unit)
+
+
+def _rise(leak: GrowingUse) -> float:
+    return leak.trend.rise
 
 
 def _stay(tables: RunTables, place: Locus) -> bool:
     """Return whether the workers of a loader outlive its epochs."""
     loaders = (event for event in tables.events_of("loader") if event["host"] == place.host)
     return any(event.get("persistent_workers") for event in loaders if event.get("loader") == place.loader)
+
+
+def _use_of(
+    tables: RunTables, locus: Locus, rows: pd.DataFrame, free: Floats, key: ProcessKey | None = None
+) -> Use:
+    """Return the memory of a process without a part that is free at each of its samples."""
+    series = "in_use" if free.any() else "resident"
+    return Use.of(tables, series, locus, seconds(rows), _resident(rows) - free, key=key)
 
 
 def _resident(rows: pd.DataFrame) -> Floats:
@@ -476,7 +462,7 @@ def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
     changes: list[float] = []
     pids: dict[int | None, tuple[int, ...]] = {}
     for event in tables.events:
-        if event["kind"] == "epoch-start" and key_of(event) == key:
+        if event["kind"] == "epoch-start" and writer_of(event) == key:
             loader, workers = whole(event.get("loader")), tuple(event.get("worker_pids") or ())
             if pids.get(loader) != workers:
                 changes.append(event["time_ns"] / SECOND_NS)

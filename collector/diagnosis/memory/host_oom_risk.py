@@ -15,7 +15,7 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import Use, filling_of, growth_of
+from collector.diagnosis.memory.leak import GrowingUse, Use, filling_of, growth_of
 from collector.diagnosis.memory.resources import HOST_MEMORY, HOST_MEMORY_WITHOUT_WORKERS, Resource
 from collector.diagnosis.run.columns import (
     MIB,
@@ -29,12 +29,11 @@ from collector.diagnosis.run.columns import (
     peak,
     training_end_ns,
     training_start_ns,
-    window_text,
     worker_samples,
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.findings import Evidence, Finding, Limit, Locus, fact
 
 #: Share of the limit that is critical.
@@ -68,7 +67,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     for begin, end in _phases(tables):
         course = _course(tables, host, use.where(is_known & (times >= begin) & (times <= end)), bound)
         if course is not None and course.is_relevant and _matters(tables, host, course, copies):
-            return exhaustion_finding(tables, course, _witnesses(tables, host, course))
+            return exhaustion_finding(course)
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(tables, host, peak(demand), bound, int(is_known.sum()))
     return None
@@ -95,8 +94,7 @@ def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | No
     return Course(
         what="Host memory",
         resource=_resource(tables, host),
-        use=use,
-        growth=trend,
+        growing=GrowingUse(use, trend, _witnesses(tables, host, GrowingUse(use, trend))),
         limit=bound,
         reserve=reserve,
         filling=filling,
@@ -109,7 +107,7 @@ def _resource(tables: RunTables, host: str) -> Resource:
 
 
 def _matters(tables: RunTables, host: str, course: Course, copies: Sequence[Finding]) -> bool:
-    trend, limit, used = course.growth, course.limit.value, current_level(course.use.values)
+    trend, limit, used = course.growing.trend, course.limit.value, current_level(course.growing.use.values)
     copy_rate = sum(finding.rate.value for finding in copies if finding.rate)
     uncopied_bytes = sum(_uncopied_bytes(finding) for finding in copies)
     if copy_rate >= _RUN_SHARE_RATIO * trend.slope and used + uncopied_bytes < limit:
@@ -123,31 +121,26 @@ def _uncopied_bytes(finding: Finding) -> float:
     return max(0.0, finding.limit.value - copied) if finding.limit else 0.0
 
 
+@once
 def run_rise_bytes(tables: RunTables, host: str, since_seconds: float) -> float:
     """Return the rise of the run's processes since then, NaN if they have too few samples.
 
     It is the sum of `held_bytes`, in which shared memory counts once.
     """
-
-    def find() -> float:
-        process = tables.stream("process")
-        rises, count = [], 0
-        for _, rows in by_process(process[process["host"] == host]):
-            held = finite(held_bytes(rows)[floats(rows, "time_ns") >= since_seconds * SECOND_NS])
-            count += len(held)
-            rises.append(float(held[-1] - held[0]) if len(held) else 0.0)
-        return sum(rises) if count >= _MIN_READINGS else math.nan
-
-    return tables.once((run_rise_bytes, host, since_seconds), find)
+    process = tables.stream("process")
+    rises, count = [], 0
+    for _, rows in by_process(process[process["host"] == host]):
+        held = finite(held_bytes(rows)[floats(rows, "time_ns") >= since_seconds * SECOND_NS])
+        count += len(held)
+        rises.append(float(held[-1] - held[0]) if len(held) else 0.0)
+    return sum(rises) if count >= _MIN_READINGS else math.nan
 
 
-def _witnesses(tables: RunTables, host: str, course: Course) -> list[Evidence]:
-    trend = course.growth
-    rise = run_rise_bytes(tables, host, trend.since_seconds)
+def _witnesses(tables: RunTables, host: str, growing: GrowingUse) -> tuple[Evidence, ...]:
+    rise, pressure = run_rise_bytes(tables, host, growing.trend.since_seconds), _pressure(tables, host)
     if not math.isfinite(rise):
-        return _pressure(tables, host)
-    window = window_text(tables, *course.use.span_ns(trend))
-    return [fact("run_processes_rise_bytes", round(rise), window, n=trend.n), *_pressure(tables, host)]
+        return pressure
+    return (fact("run_processes_rise_bytes", round(rise), growing.window, n=growing.trend.n), *pressure)
 
 
 def _nearly_full(tables: RunTables, host: str, highest: float, limit: Limit, n: int) -> Finding | None:
@@ -169,7 +162,7 @@ def _nearly_full(tables: RunTables, host: str, highest: float, limit: Limit, n: 
     )
 
 
-def _pressure(tables: RunTables, host: str) -> list[Evidence]:
+def _pressure(tables: RunTables, host: str) -> tuple[Evidence, ...]:
     """Return the kernel's own figures: memory pressure, failed reclaims, available memory and peak use."""
     samples = host_samples(tables, host)
     ooms = finite(floats(samples, "cgroup_oom_count"))
@@ -179,8 +172,8 @@ def _pressure(tables: RunTables, host: str) -> list[Evidence]:
         "memory_available_low_bytes": -peak(-floats(samples, "memory_available_bytes")),
         "cgroup_usage_peak_bytes": peak(floats(samples, "cgroup_usage_bytes")),
     }
-    return [
+    return tuple(
         fact(name, round(value, 4), "run", n=len(samples))
         for name, value in measures.items()
         if math.isfinite(value)
-    ]
+    )

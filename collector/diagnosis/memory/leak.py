@@ -8,15 +8,15 @@ Growth may also be too small or too brief to be called a leak: some seconds more
 with a run of 20 seconds. There a leak of 0.5 MiB/s has taken no more than the interpreter and the allocator may
 take by themselves, and a growth that began 5 s ago may be a buffer that fills.
 
-The rules share their arguments: `trend` is the growth of a `use`, `witnesses` confirm it, and a rise below
-`negligible` is no leak. `grows` and `fills` are subject and verb of a sentence.
+The rules share their arguments: `trend` is the growth of a `use`, and a rise below `negligible` is no leak. `grows`
+and `fills` are subject and verb of a sentence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,7 @@ class Use:
     """The use of a resource over time: by one process, on one device or on one host.
 
     Attributes:
+        tables: the run.
         series: name of the measurement in the evidence.
         locus: its place.
         key: the process whose steps count; None for the steps of the run.
@@ -83,6 +84,7 @@ class Use:
         unit: `bytes` or `count`.
     """
 
+    tables: RunTables = field(repr=False)
     series: str
     locus: Locus
     key: ProcessKey | None = None
@@ -105,7 +107,9 @@ class Use:
     ) -> Use:
         """Return a use with the steps of its process, or of its host."""
         steps = step_numbers(tables, key or str(locus.host), times)
-        return cls(series=series, locus=locus, key=key, times=times, values=values, steps=steps, unit=unit)
+        return cls(
+            tables=tables, series=series, locus=locus, key=key, times=times, values=values, steps=steps, unit=unit
+        )
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Use:
         """Return the use at some of its times."""
@@ -116,19 +120,79 @@ class Use:
         least = negligible_bytes(self.values) if negligible is None else negligible
         return growth(self.times, self.values, negligible=least, steps=self.steps)
 
-    def at_occasions(self, tables: RunTables, least_rise: float) -> RiseAtOccasions | None:
+    def at_occasions(self, least_rise: float) -> RiseAtOccasions | None:
         """Return its growth at checkpoints, evaluations or epochs of its process, if most of it happens there."""
         if self.key is None:
             return None
-        return rise_at_occasions(occasions_of(tables, self.key), self.times, self.values, least_rise)
+        return rise_at_occasions(occasions_of(self.tables, self.key), self.times, self.values, least_rise)
 
-    def span_ns(self, trend: Growth) -> tuple[float, float]:
-        """Return begin and end of a growth, in ns."""
-        return trend.since_seconds * SECOND_NS, float(self.times[-1]) * SECOND_NS
+    @property
+    def lasts_to_end(self) -> bool:
+        """True if it was sampled until the training ended, or until now: a worker may have ended before."""
+        end_ns = min(training_end_ns(self.tables), self.tables.now_ns)
+        return bool(self.times[-1] >= end_ns / SECOND_NS - _SHORTEST_SECONDS)
 
-    def lasted_seconds(self, trend: Growth) -> float:
-        """Return how long a growth has lasted."""
-        return float(self.times[-1]) - trend.since_seconds
+
+@dataclass(frozen=True, slots=True)
+class GrowingUse:
+    """A use, its growth (the trend), and other measurements that confirm it (the witnesses)."""
+
+    use: Use
+    trend: Growth
+    witnesses: tuple[Evidence, ...] = ()
+
+    @property
+    def span_ns(self) -> tuple[float, float]:
+        """Begin and end of the growth, in ns."""
+        return self.trend.since_seconds * SECOND_NS, float(self.use.times[-1]) * SECOND_NS
+
+    @property
+    def window(self) -> str:
+        """The time of the growth, in words."""
+        return window_text(self.use.tables, *self.span_ns)
+
+    @property
+    def since_step(self) -> int | None:
+        """The step in which it began, None if that is not known."""
+        return step_at(self.use.tables, self.use.key, self.span_ns[0])
+
+    @property
+    def lasted_seconds(self) -> float:
+        """Time for which it has lasted."""
+        return float(self.use.times[-1]) - self.trend.since_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """Time that it must last to be a leak: a moment, and a few iterations unless they take minutes."""
+        iterations = iterations_within(self.use.tables, self.use.key, *self.span_ns)
+        # Without any, the clock alone counts.
+        few = _FEW_ITERATIONS * self.lasted_seconds / iterations if iterations else 0.0
+        return max(_MOMENT_SECONDS, min(few, _LONGEST_SECONDS))
+
+    @property
+    def is_brief(self) -> bool:
+        """True if it began a moment, or a few iterations, before the end: it might not have gone on."""
+        lasted, before = self.lasted_seconds, self.trend.since_seconds - float(self.use.times[0])
+        least = self.least_seconds
+        is_known_to_last = lasted >= (least if least > _MOMENT_SECONDS else min(least, before))
+        return not self.use.tables.goes_on and not is_known_to_last
+
+    @property
+    def rise(self) -> Evidence:
+        """Its rise, as evidence."""
+        return fact(f"{self.use.series}_rise_{self.use.unit}", round(self.trend.rise), self.window, n=self.trend.n)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Words for it in the sentences of a resource."""
+        if self.use.unit == "bytes":
+            return {"rise": size(self.trend.rise), "slope": size(self.trend.slope)}
+        return {"rise": count(self.trend.rise), "slope": number(self.trend.slope)}
+
+    @property
+    def rate(self) -> Rate:
+        """Its rate per second."""
+        return Rate(value=self.trend.slope, low=self.trend.low, high=self.trend.high, unit=f"{self.use.unit}/s")
 
 
 def filling_of(use: Use, trend: Growth | None, negligible: float) -> Saturation | None:
@@ -210,9 +274,7 @@ def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: i
     return np.interp(times, seconds(rows), floats(rows, "gradients_bytes") + floats(rows, "state_bytes"))
 
 
-def optimizer_finding(
-    tables: RunTables, use: Use, kept: Floats, negligible: float, *, grows: str
-) -> Finding | None:
+def optimizer_finding(use: Use, kept: Floats, negligible: float, *, grows: str) -> Finding | None:
     """Return the finding that memory grows by what the optimizers keep (`optimizer_bytes`), if it does.
 
     `use` is the memory without that, which does not grow.
@@ -226,141 +288,88 @@ def optimizer_finding(
         f"{grows} by gradients and state of its optimizers: {size(trend.rise)} so far, {size(trend.slope)}/s. "
         "That ends when each parameter has its own, or a history is full."
     )
-    return _information(tables, "bounded-growth", told, whole, trend, (rise_of(tables, whole, trend), *witnesses))
+    growing = GrowingUse(whole, trend, witnesses)
+    return _information("bounded-growth", told, growing, (growing.rise, *witnesses))
 
 
-def leak_finding(
-    tables: RunTables,
-    resource: Resource,
-    use: Use,
-    trend: Growth,
-    witnesses: tuple[Evidence, ...],
-    *,
-    iterates: bool = True,
-    **words: object,
-) -> Finding:
+def leak_finding(resource: Resource, growing: GrowingUse, *, iterates: bool = True, **words: object) -> Finding:
     """Return the finding that the use of a resource keeps growing; without a witness it is `cannot-tell`.
 
     A process that does not iterate, over batches or in steps, may still be loading its data. `words` are for the
     sentences of the resource, beside those of the growth and the locus.
     """
-    words = {**asdict(use.locus), **_growth_words(use, trend), **words}
+    use, witnesses = growing.use, growing.witnesses
+    words = {**asdict(use.locus), **growing.words, **words}
     grows = resource.grows.format(**words)
-    at = use.at_occasions(tables, CONFIRMED * trend.rise)
+    at = use.at_occasions(CONFIRMED * growing.trend.rise)
     if at is not None:
         each = quantity(round(at.rise), use.unit)
         grows += f" It grows by {each} around each {at.words} ({at.count} seen), and hardly in between."
     advice = at.advice() if at is not None and resource.is_of_objects else resource.advice(words)
     return Finding(
         kind=resource.leak if witnesses else "cannot-tell",
-        severity=_severity(tables, use, trend, iterates=iterates) if witnesses else "info",
+        severity=_severity(growing, iterates=iterates) if witnesses else "info",
         confidence=resource.confidence,
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
-        since_step=step_at(tables, use.key, use.span_ns(trend)[0]),
-        evidence=(rise_of(tables, use, trend), *(at.facts(use.unit) if at else ()), *witnesses),
-        rate=rate(trend, use.unit),
+        since_step=growing.since_step,
+        evidence=(growing.rise, *(at.facts(use.unit) if at else ()), *witnesses),
+        rate=growing.rate,
         advice=advice if witnesses else (),
     )
 
 
-def _growth_words(use: Use, trend: Growth) -> dict[str, str]:
-    """Return the words for a growth in the sentences of a resource."""
-    if use.unit == "bytes":
-        return {"rise": size(trend.rise), "slope": size(trend.slope)}
-    return {"rise": count(trend.rise), "slope": number(trend.slope)}
-
-
-def rise_of(tables: RunTables, use: Use, trend: Growth) -> Evidence:
-    """Return the rise of a growth as evidence."""
-    window = window_text(tables, *use.span_ns(trend))
-    return fact(f"{use.series}_rise_{use.unit}", round(trend.rise), window, n=trend.n)
-
-
-def rate(trend: Growth, unit: str) -> Rate:
-    """Return the growth as a rate of `unit` per second."""
-    return Rate(value=trend.slope, low=trend.low, high=trend.high, unit=f"{unit}/s")
-
-
-def _severity(tables: RunTables, use: Use, trend: Growth, *, iterates: bool) -> Severity:
+def _severity(growing: GrowingUse, *, iterates: bool) -> Severity:
     """Return "info" for a growth that is recent while the run goes on, since growth that ends by itself begins so.
 
     If a limit is near, the risk of meeting it is a warning of its own.
     """
-    lasted = use.lasted_seconds(trend)
+    lasted = growing.lasted_seconds
     if not iterates:
         return "info" if lasted < _LOADING_SECONDS else "warning"
-    return "info" if tables.goes_on and lasted < _least_seconds(tables, use, trend) else "warning"
+    return "info" if growing.use.tables.goes_on and lasted < growing.least_seconds else "warning"
 
 
-def _least_seconds(tables: RunTables, use: Use, trend: Growth) -> float:
-    """Return how long a growth must last to be a leak: a moment, and a few iterations unless they take minutes."""
-    iterations = iterations_within(tables, use.key, *use.span_ns(trend))
-    # Without any, the clock alone counts.
-    few = _FEW_ITERATIONS * use.lasted_seconds(trend) / iterations if iterations else 0.0
-    return max(_MOMENT_SECONDS, min(few, _LONGEST_SECONDS))
-
-
-def young_growth(tables: RunTables, use: Use, trend: Growth | None, negligible: float) -> Growth | None:
+def young_growth(use: Use, trend: Growth | None, negligible: float) -> Growth | None:
     """Return the growth of a use if it goes on at the run's end and is too small or too brief to call a leak.
 
     `trend` is its growth that is not negligible, if any.
     """
     if trend is not None:
-        return trend if is_brief(tables, use, trend) else None
-    if not lasts_to_end(tables, use):
+        return trend if GrowingUse(use, trend).is_brief else None
+    if not use.lasts_to_end:
         return None
     small = use.growth(_YOUNG_RATIO * negligible)
-    is_young = small is not None and _SHORTEST_SECONDS <= use.lasted_seconds(small) <= _LONGEST_SECONDS
-    return small if is_young else None
+    if small is None:
+        return None
+    return small if _SHORTEST_SECONDS <= GrowingUse(use, small).lasted_seconds <= _LONGEST_SECONDS else None
 
 
-def lasts_to_end(tables: RunTables, use: Use) -> bool:
-    """Return whether a use was sampled until the training ended, or until now: a worker may have ended before."""
-    return bool(use.times[-1] >= min(training_end_ns(tables), tables.now_ns) / SECOND_NS - _SHORTEST_SECONDS)
-
-
-def is_brief(tables: RunTables, use: Use, trend: Growth) -> bool:
-    """Return whether a growth began a moment, or a few iterations, before the end: it might not have gone on."""
-    lasted, before = use.lasted_seconds(trend), trend.since_seconds - float(use.times[0])
-    least = _least_seconds(tables, use, trend)
-    return not tables.goes_on and lasted < (least if least > _MOMENT_SECONDS else min(least, before))
-
-
-def young_finding(
-    tables: RunTables,
-    use: Use,
-    trend: Growth,
-    witnesses: tuple[Evidence, ...],
-    *,
-    negligible: float,
-    grows: str,
-) -> Finding:
+def young_finding(growing: GrowingUse, *, negligible: float, grows: str) -> Finding:
     """Return the finding that a use grows, and how long the run has to be to tell a leak."""
-    lasted, degree = use.lasted_seconds(trend), "little" if trend.rise < negligible else "brief"
-    missing = max(_least_seconds(tables, use, trend), negligible / (_MEASURED_RATIO * trend.slope)) - lasted
+    tables, trend = growing.use.tables, growing.trend
+    degree = "little" if trend.rise < negligible else "brief"
+    least_seconds = max(growing.least_seconds, negligible / (_MEASURED_RATIO * trend.slope))
+    missing = least_seconds - growing.lasted_seconds
     more = f"{_rounded(missing)} more would tell."
     if not tables.goes_on:
         # The run has other phases too, before the training and after it.
-        lasted_in_all = lifecycle_of(tables).wall_seconds or float(use.times[-1]) - origin_ns(tables) / SECOND_NS
-        more = f"A run of {_rounded(lasted_in_all + missing)} would tell."
+        last_seconds = float(growing.use.times[-1]) - origin_ns(tables) / SECOND_NS
+        more = f"A run of {_rounded((lifecycle_of(tables).wall_seconds or last_seconds) + missing)} would tell."
     summary = "{grows} by {slope}/s, {rise} so far: too {degree} to call a leak. {more}".format(
-        grows=grows, degree=degree, more=more, **_growth_words(use, trend)
+        grows=grows, degree=degree, more=more, **growing.words
     )
-    evidence = (rise_of(tables, use, trend), *witnesses)
-    return _information(tables, "cannot-tell", summary, use, trend, evidence)
+    return _information("cannot-tell", summary, growing, (growing.rise, *growing.witnesses))
 
 
-def bounded_finding(
-    tables: RunTables, use: Use, filling: Saturation, witnesses: tuple[Evidence, ...], *, fills: str
-) -> Finding:
+def bounded_finding(use: Use, filling: Saturation, witnesses: tuple[Evidence, ...], *, fills: str) -> Finding:
     """Return the finding that the growth of a use, in bytes, ends: when, and how large."""
-    trend = growth_of(filling)
+    growing = GrowingUse(use, growth_of(filling), witnesses)
     low, high = float(filling.ends.min()), float(filling.ends.max())
     soonest, likeliest, latest = filling.full_times
     when = f"in about {duration(likeliest)} ({duration(soonest)} to {duration(latest)})"
     now = "now"
-    if not tables.goes_on:
+    if not use.tables.goes_on:
         now, when = "when the run ended", f"after about {duration(likeliest)} more"
     window = f"{FULL_RATIO:.0%} of the growth"
     told = (
@@ -371,27 +380,25 @@ def bounded_finding(
         fact("level_at_end_low_bytes", round(low), "at the end", n=filling.n),
         fact("level_at_end_high_bytes", round(high), "at the end", n=filling.n),
         fact("time_to_full_seconds", round(likeliest), window, n=filling.n),
-        rise_of(tables, use, trend),
+        growing.rise,
         fact("time_to_full_low_seconds", round(soonest), window, n=filling.n),
         fact("time_to_full_high_seconds", round(latest), window, n=filling.n),
         *witnesses,
     )
-    return _information(tables, "bounded-growth", told, use, trend, evidence)
+    return _information("bounded-growth", told, growing, evidence)
 
 
-def _information(
-    tables: RunTables, kind: str, summary: str, use: Use, trend: Growth, evidence: tuple[Evidence, ...]
-) -> Finding:
+def _information(kind: str, summary: str, growing: GrowingUse, evidence: tuple[Evidence, ...]) -> Finding:
     """Return a finding on a growth that is no leak, or not known to be one."""
     return Finding(
         kind=kind,
         severity="info",
         confidence=_CONFIDENCE_OF_INFORMATION,
         summary=summary,
-        locus=use.locus,
-        since_step=step_at(tables, use.key, use.span_ns(trend)[0]),
+        locus=growing.use.locus,
+        since_step=growing.since_step,
         evidence=evidence,
-        rate=rate(trend, use.unit),
+        rate=growing.rate,
     )
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import all_loops, own_pass
 from collector.diagnosis.run.columns import SECOND_NS, floats, written
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.diagnosis.statistics.student_t import student_t_quantile
 from collector.findings import Advice, Evidence, fact
@@ -112,9 +112,10 @@ class RiseAtOccasions:
         )
 
 
+@once
 def occasions_of(tables: RunTables, key: ProcessKey) -> list[Occasions]:
     """Return the checkpoints, evaluations and starts of epochs of a training process."""
-    return tables.once(("occasions", key), lambda: [o for o in _occasions(tables, key) if len(o.begins)])
+    return [kind for kind in _occasions(tables, key) if len(kind.begins)]
 
 
 def rise_at_occasions(

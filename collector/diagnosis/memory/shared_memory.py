@@ -15,6 +15,7 @@ from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding, full_finding
 from collector.diagnosis.memory.leak import (
     CONFIRMED,
+    GrowingUse,
     Use,
     leak_finding,
     negligible_bytes,
@@ -83,7 +84,7 @@ class SharedMemory:
         batch = tables.stream("batch")
         workers: dict[object, int] = {}
         for (main, _), setting in loader_settings(tables).items():
-            if main is not None and main[0] == host:
+            if main[0] == host:
                 workers[main] = max(workers.get(main, 0), int(setting.get("num_workers") or 0))
         used = floats(samples, "shm_used_bytes")
         return cls(
@@ -109,49 +110,59 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
         return []
     use = Use.of(tables, "shm_used", Locus(host=host), memory.times, memory.promised)
     trend, negligible = use.growth(), negligible_bytes(memory.used)
-    young = young_growth(tables, use, trend, negligible)
+    young = young_growth(use, trend, negligible)
     if young is not None:
-        witnesses, _ = _witnesses(samples, _mapped(tables, host), young)
-        small = young_finding(tables, use, young, witnesses, negligible=negligible, grows="/dev/shm grows")
-        return [small, *_too_full(memory, host)] if witnesses else _too_full(memory, host)
+        growing = GrowingUse(use, young, _witnesses_of_run(samples, _mapped(tables, host), young))
+        small = young_finding(growing, negligible=negligible, grows="/dev/shm grows")
+        return [small, *_too_full(memory, host)] if growing.witnesses else _too_full(memory, host)
     if trend is None:
         return _too_full(memory, host)
     mapped = _mapped(tables, host)
-    of_run, of_host = _witnesses(samples, mapped, trend)
-    witnesses = (*of_run, *of_host)
-    part = None if of_run else _run_part(tables, host, memory, mapped)
-    is_of_run, has_cgroup = bool(of_run or part), np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
-    makes_none = peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES and not _has_segments(tables, host)
-    is_foreign = not is_of_run and makes_none
-    not_mapped = _FOREIGN if is_foreign else _UNMAPPED
-    remark = "" if of_run else _OTHERS_TOO if part else not_mapped if witnesses else _UNKNOWN
-    holder = _holder(tables, host, part[1] if part else trend) if is_of_run else None
+    of_run = _witnesses_of_run(samples, mapped, trend)
+    of_host = {"host_shmem_rise_bytes": (memory.times, floats(samples, "memory_shmem_bytes"))}
+    growing = GrowingUse(use, trend, (*of_run, *witnesses_of(trend, of_host)))
+    part = growing if of_run else _run_part(tables, host, memory, mapped)
+    if part is not None:
+        return _growth_of_run(growing, part, memory)
+    has_cgroup = bool(np.isfinite(floats(samples, "cgroup_shmem_bytes")).any())
+    return _growth_of_others(growing, memory, mapped, has_cgroup=has_cgroup)
+
+
+def _growth_of_run(growing: GrowingUse, part: GrowingUse, memory: SharedMemory) -> list[Finding]:
+    """Return the findings on a growth that the run causes, or a part of it."""
+    remark, life = "" if part is growing else _OTHERS_TOO, lifecycle_of(growing.use.tables)
+    holder = _holder(part)
     if holder is not None:
-        use = replace(use, locus=lifecycle_of(tables).locus(holder))
-        part = part and (replace(part[0], locus=use.locus), *part[1:])
-        remark += f" {sentence(lifecycle_of(tables).name(holder))} holds it."
-    findings = []
-    if is_of_run or not (witnesses and has_cgroup):  # growth that the run's cgroup does not show is another job's
-        leak = leak_finding(tables, SHARED_MEMORY, *(part or (use, trend, witnesses)), remark=remark)
-        findings = [replace(leak, fault="your code") if is_of_run else replace(leak, confidence=0.75)]
-    limit = Limit(name="/dev/shm", value=memory.total, unit="bytes")
-    course = Course(what="/dev/shm", resource=SHARED_MEMORY, use=use, growth=trend, limit=limit)
-    if witnesses and course.is_relevant:
-        findings.append(exhaustion_finding(tables, course, witnesses))
+        growing, part = (replace(one, use=replace(one.use, locus=life.locus(holder))) for one in (growing, part))
+        remark += f" {sentence(life.name(holder))} holds it."
+    leak = leak_finding(SHARED_MEMORY, part, remark=remark)
+    return [replace(leak, fault="your code"), *_exhaustion(growing, memory)]
+
+
+def _growth_of_others(
+    growing: GrowingUse, memory: SharedMemory, mapped: tuple[Floats, Floats], *, has_cgroup: bool
+) -> list[Finding]:
+    """Return the findings on a growth that the run does not show; information if the run makes no shared memory."""
+    tables, host = growing.use.tables, str(growing.use.locus.host)
+    is_foreign = peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES and not _has_segments(tables, host)
+    findings = _exhaustion(growing, memory)
+    if not (growing.witnesses and has_cgroup):  # else it is another job's: the run's cgroup does not show it
+        remark = _UNKNOWN if not growing.witnesses else _FOREIGN if is_foreign else _UNMAPPED
+        findings = [replace(leak_finding(SHARED_MEMORY, growing, remark=remark), confidence=0.75), *findings]
     return [replace(finding, severity="info") for finding in findings] if is_foreign else findings
 
 
-def _witnesses(
-    samples: pd.DataFrame, mapped: tuple[Floats, Floats], trend: Growth
-) -> tuple[tuple[Evidence, ...], tuple[Evidence, ...]]:
-    """Return the evidence that the run fills /dev/shm, and the evidence that it fills at all."""
-    times = seconds(samples)
-    of_run = {
-        "cgroup_shmem_rise_bytes": (times, floats(samples, "cgroup_shmem_bytes")),
-        "process_shm_rise_bytes": mapped,
-    }
-    of_host = {"host_shmem_rise_bytes": (times, floats(samples, "memory_shmem_bytes"))}
-    return witnesses_of(trend, of_run), witnesses_of(trend, of_host)
+def _exhaustion(growing: GrowingUse, memory: SharedMemory) -> list[Finding]:
+    """Return the forecast for a growth that is confirmed and meets the limit soon."""
+    limit = Limit(name="/dev/shm", value=memory.total, unit="bytes")
+    course = Course(what="/dev/shm", resource=SHARED_MEMORY, growing=growing, limit=limit)
+    return [exhaustion_finding(course)] if growing.witnesses and course.is_relevant else []
+
+
+def _witnesses_of_run(samples: pd.DataFrame, mapped: tuple[Floats, Floats], trend: Growth) -> tuple[Evidence, ...]:
+    """Return the evidence that the run fills /dev/shm."""
+    of_cgroup = seconds(samples), floats(samples, "cgroup_shmem_bytes")
+    return witnesses_of(trend, {"cgroup_shmem_rise_bytes": of_cgroup, "process_shm_rise_bytes": mapped})
 
 
 def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
@@ -166,23 +177,25 @@ def _has_segments(tables: RunTables, host: str) -> bool:
     return any(_TRACKER in program for key, program in lifecycle_of(tables).programs.items() if key[0] == host)
 
 
-def _holder(tables: RunTables, host: str, trend: Growth) -> ProcessKey | None:
+def _holder(growing: GrowingUse) -> ProcessKey | None:
     """Return the training process that maps most of a growth: it keeps batches from its workers, or segments."""
+    tables = growing.use.tables
     for key in lifecycle_of(tables).mains:
         rows = while_training(tables, sampled(tables, key))
-        if key[0] == host and share_of(seconds(rows), floats(rows, "shm_bytes"), trend) >= CONFIRMED:
+        ratio = share_of(seconds(rows), floats(rows, "shm_bytes"), growing.trend)
+        if key[0] == growing.use.locus.host and ratio >= CONFIRMED:
             return key
     return None
 
 
 def _run_part(
     tables: RunTables, host: str, memory: SharedMemory, mapped: tuple[Floats, Floats]
-) -> tuple[Use, Growth, tuple[Evidence, ...]] | None:
+) -> GrowingUse | None:
     """Return the growth of what the run's processes map, if /dev/shm shows it; other programs may add more."""
     use = Use.of(tables, "process_shm", Locus(host=host), *mapped)
     trend = use.growth()
     witnesses = () if trend is None else witnesses_of(trend, {"shm_used_rise_bytes": (memory.times, memory.used)})
-    return (use, trend, witnesses) if trend is not None and witnesses else None
+    return GrowingUse(use, trend, witnesses) if trend is not None and witnesses else None
 
 
 def _too_full(memory: SharedMemory, host: str) -> list[Finding]:

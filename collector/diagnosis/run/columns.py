@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.diagnosis.statistics.growth import Floats
 from collector.store import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
@@ -138,10 +138,12 @@ def own_steps(tables: RunTables, key: ProcessKey | None) -> pd.DataFrame:
     return tables.once(("other steps", key), lambda: of_process(others, key))
 
 
+@once
 def host_samples(tables: RunTables, host: str) -> pd.DataFrame:
     """Return the samples of a host, in the stream of that name."""
     samples = tables.stream("host")
-    return tables.once(("host samples", host), lambda: samples[samples["host"] == host])
+    rows: pd.DataFrame = samples[samples["host"] == host]
+    return rows
 
 
 def worker_samples(tables: RunTables) -> pd.DataFrame:
@@ -164,17 +166,14 @@ def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
     return rows
 
 
+@once
 def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     """Return the collector's samples of this process."""
     host, pid, ticks = key
-
-    def find() -> pd.DataFrame:
-        process = tables.stream("process")
-        rows = process[process["process_pid"] == pid]
-        start_ticks = rows["process_start_ticks"]
-        return rows[(rows["host"] == host) & ((start_ticks == ticks) | start_ticks.isna())]
-
-    return tables.once(("sampled", key), find)
+    process = tables.stream("process")
+    rows = process[process["process_pid"] == pid]
+    start_ticks = rows["process_start_ticks"]
+    return rows[(rows["host"] == host) & ((start_ticks == ticks) | start_ticks.isna())]
 
 
 def early_samples(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
@@ -221,16 +220,18 @@ def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floa
 
     NaN without steps.
     """
-    steps = tables.stream("step")
-
-    def find() -> tuple[Floats, Floats]:
-        rows = steps[steps["host"] == where] if isinstance(where, str) else own_steps(tables, where)
-        return seconds(rows), floats(rows, "step")
-
-    ends, numbers = tables.once(("steps", where), find)
+    ends, numbers = _step_ends(tables, where)
     if not len(ends):
         return np.full(len(times_seconds), np.nan)
-    return np.interp(times_seconds, ends, numbers)
+    steps: Floats = np.interp(times_seconds, ends, numbers)
+    return steps
+
+
+@once
+def _step_ends(tables: RunTables, where: ProcessKey | str) -> tuple[Floats, Floats]:
+    steps = tables.stream("step")
+    rows = steps[steps["host"] == where] if isinstance(where, str) else own_steps(tables, where)
+    return seconds(rows), floats(rows, "step")
 
 
 def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> float:
@@ -271,26 +272,23 @@ def _iterations(tables: RunTables, key: ProcessKey | None) -> tuple[pd.DataFrame
     return written(tables, "batch", key), own_steps(tables, key)
 
 
+@once
 def training_end_ns(tables: RunTables) -> float:
     """Return when the last batch or step of the run was recorded; NaN if there is no sample either.
 
     Without any, it is the last sample before the processes gave back their memory (`before_teardown`). While the
     run goes on, it is the collector's next tick, which belongs to the step that is under way.
     """
-
-    def find() -> float:
-        ends = [floats(rows, "time_ns")[-1] for name in ITERATIONS if len(rows := tables.stream(name))]
-        if not ends:
-            process = tables.stream("process")
-            process = process[floats(process, "role") != ROLE_COLLECTOR]
-            lives = [before_teardown(rows) for _, rows in by_process(process)]
-            ends = [floats(rows, "time_ns")[-1] for rows in lives if len(rows)]
-        if not ends or not tables.goes_on:
-            return max(ends, default=math.nan)
-        ticks = floats(tables.stream("host"), "time_ns")
-        return float(ticks[ticks > max(ends)].min(initial=math.inf))
-
-    return tables.once("training_end", find)
+    ends = [floats(rows, "time_ns")[-1] for name in ITERATIONS if len(rows := tables.stream(name))]
+    if not ends:
+        process = tables.stream("process")
+        process = process[floats(process, "role") != ROLE_COLLECTOR]
+        lives = [before_teardown(rows) for _, rows in by_process(process)]
+        ends = [floats(rows, "time_ns")[-1] for rows in lives if len(rows)]
+    if not ends or not tables.goes_on:
+        return max(ends, default=math.nan)
+    ticks = floats(tables.stream("host"), "time_ns")
+    return float(ticks[ticks > max(ends)].min(initial=math.inf))
 
 
 def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
@@ -311,23 +309,20 @@ def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     return while_training(tables, rows, key) if iterates(tables, key) else before_teardown(rows)
 
 
+@once
 def after_training_ns(tables: RunTables) -> tuple[float, float] | None:
     """Return the time of the run's last batch or step, and that of its last sample, if training is over then.
 
     What follows may be an export, or an evaluation without a DataLoader. None in a run with fewer than two
     iterations, and until the time without one is far longer than the pauses between them.
     """
-
-    def find() -> tuple[float, float] | None:
-        times = np.sort(np.concatenate([floats(tables.stream(name), "time_ns") for name in ITERATIONS]))
-        samples = floats(tables.stream("process"), "time_ns")
-        if len(times) < 2 or not len(samples):
-            return None
-        begin_ns, end_ns = float(times[-1]), float(samples[-1])
-        is_over = end_ns - begin_ns > _OVER_PAUSES * float(np.diff(times).max())
-        return (begin_ns, end_ns) if is_over else None
-
-    return tables.once("after_training", find)
+    times = np.sort(np.concatenate([floats(tables.stream(name), "time_ns") for name in ITERATIONS]))
+    samples = floats(tables.stream("process"), "time_ns")
+    if len(times) < 2 or not len(samples):
+        return None
+    begin_ns, end_ns = float(times[-1]), float(samples[-1])
+    is_over = end_ns - begin_ns > _OVER_PAUSES * float(np.diff(times).max())
+    return (begin_ns, end_ns) if is_over else None
 
 
 def after_training(tables: RunTables, key: ProcessKey) -> pd.DataFrame:

@@ -20,7 +20,7 @@ import pandas as pd
 
 from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, key_of, origin_ns, sampled, whole
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import Locus
 from collector.store import ProcessKey
@@ -68,14 +68,14 @@ class Lifecycle:
         A spawned worker runs the script too. If that trains where it should only define, the worker is no launch.
         """
         workers = {
-            (event.get("host"), event.get("pid"), pid)
+            (*writer_of(event)[:2], pid)
             for event in self.tables.events_of("epoch-start")
             for pid in event.get("worker_pids") or ()
         }
         return {
             key: ((key[0], whole(event.get("parent_pid"))), whole(event.get("attempt")) or 0)
             for event in self.tables.events_of("process-start")
-            if (key := key_of(event)) and (key[0], event.get("parent_pid"), key[1]) not in workers
+            if (key := writer_of(event)) and (key[0], event.get("parent_pid"), key[1]) not in workers
         }
 
     def of_last_attempt(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -95,7 +95,7 @@ class Lifecycle:
     @cached_property
     def with_torch(self) -> frozenset[ProcessKey]:
         """Processes that are known to have loaded torch, with Tidegauge's hooks or without."""
-        attached = {key for event in self.tables.events_of("process-attached") if (key := key_of(event))}
+        attached = {*map(writer_of, self.tables.events_of("process-attached"))}
         seen = {
             key
             for event in self.tables.events_of("process-seen")
@@ -111,8 +111,7 @@ class Lifecycle:
             if key := seen_key(event):
                 arguments[key] = event.get("argv")
         for event in self.tables.events_of("process-attached", "process-start"):
-            if key := key_of(event):
-                arguments[key] = event.get("argv")
+            arguments[writer_of(event)] = event.get("argv")
         return {key: " ".join(shlex.join(map(str, argv)).split()) for key, argv in arguments.items() if argv}
 
     def may_train(self, key: ProcessKey) -> bool:
@@ -177,18 +176,18 @@ class Lifecycle:
     @cached_property
     def exceptions(self) -> dict[ProcessKey, Mapping[str, Any]]:
         """The last uncaught exception of each process."""
-        return {key: event for event in self.tables.events_of("exception") if (key := key_of(event))}
+        return {writer_of(event): event for event in self.tables.events_of("exception")}
 
     @cached_property
     def detached(self) -> frozenset[ProcessKey]:
         """Processes that left the run by `detach()`, and may go on."""
         exits = self.tables.events_of("process-exit")
-        return frozenset(key for event in exits if event.get("detached") and (key := key_of(event)))
+        return frozenset(writer_of(event) for event in exits if event.get("detached"))
 
     @cached_property
     def recorded_exits(self) -> frozenset[ProcessKey]:
         """Training processes that recorded their exit, at the end of the interpreter."""
-        return frozenset(key for e in self.tables.events_of("process-exit") if (key := key_of(e)))
+        return frozenset(map(writer_of, self.tables.events_of("process-exit")))
 
     def is_dead(self, key: ProcessKey) -> bool:
         """Return whether the process is known to have ended."""
@@ -228,9 +227,9 @@ class Lifecycle:
         """Training process -> its parent, if that is the command, trains or raised an exception."""
         parents = {key[:2]: key for key in (self.command, *self.exceptions, *self.mains) if key is not None}
         starts = [
-            (key_of(event), whole(event.get("parent_pid"))) for event in self.tables.events_of("process-start")
+            (writer_of(event), whole(event.get("parent_pid"))) for event in self.tables.events_of("process-start")
         ]
-        return {key: parents[key[0], pid] for key, pid in starts if key and pid and (key[0], pid) in parents}
+        return {key: parents[key[0], pid] for key, pid in starts if pid and (key[0], pid) in parents}
 
     @cached_property
     def exceptions_above(self) -> dict[ProcessKey, Mapping[str, Any]]:
@@ -304,12 +303,12 @@ class Lifecycle:
 
     def collectors_killed(self) -> list[Mapping[str, Any]]:
         """Return the `collector-start` events of collectors that ended without `collector-stop`."""
-        stopped = {key_of(event) for event in self.tables.events_of("collector-stop")}
+        stopped = {writer_of(event) for event in self.tables.events_of("collector-stop")}
         starts = self.tables.events_of("collector-start")
         killed = []
         for position, event in enumerate(starts):
-            key = key_of(event)
-            if key is None or key in stopped:
+            key = writer_of(event)
+            if key in stopped:
                 continue
             has_successor = any(e.get("resumed") and e.get("host") == key[0] for e in starts[position + 1 :])
             if has_successor or (self.tables.living is not None and key not in self.tables.living):
@@ -370,9 +369,10 @@ class Lifecycle:
         return max(0.0, (finish - begin) / SECOND_NS)
 
 
+@once
 def lifecycle_of(tables: RunTables) -> Lifecycle:
     """Return the lifecycle of a run's processes, computed once."""
-    return tables.once(Lifecycle, lambda: Lifecycle(tables))
+    return Lifecycle(tables)
 
 
 def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:

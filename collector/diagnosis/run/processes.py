@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import floats, held_bytes, key_of, last, sampled, step_at, whole
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.columns import floats, held_bytes, last, sampled, step_at, whole
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 from collector.units import plain_text
@@ -55,7 +55,7 @@ def last_bytes(tables: RunTables, key: ProcessKey | None) -> float:
 
 def rank_of(tables: RunTables, key: ProcessKey) -> int | None:
     """Return the rank of a process, from its events."""
-    ranks = (whole(event.get("rank")) for event in tables.events if key_of(event) == key)
+    ranks = (whole(event.get("rank")) for event in tables.events if writer_of(event) == key)
     return next((rank for rank in ranks if rank is not None), None)
 
 
@@ -65,8 +65,7 @@ def process_at(tables: RunTables, host: str, pid: int) -> ProcessKey | None:
     rows = process[(process["process_pid"] == pid) & (process["host"] == host)]
     if math.isfinite(ticks := last(floats(rows, "process_start_ticks"))):
         return host, pid, int(ticks)
-    keys = (key for event in reversed(tables.events) if (key := key_of(event)) and key[:2] == (host, pid))
-    return next(keys, None)
+    return next((key for key in map(writer_of, reversed(tables.events)) if key[:2] == (host, pid)), None)
 
 
 def last_step(tables: RunTables, key: ProcessKey) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from training_harness.events import EventKind
 from training_harness.records import IDENTITY, STREAMS, UNIT_BATCH, UNIT_OPTIMIZER
 
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 #: Approximate number of rows of each stream that the rules read at most: it bounds the cost of a verdict.
 ROWS_PER_STREAM = 100_000
 #: Events that shape a run: they are few, and none is ever left out.
@@ -114,7 +116,7 @@ class RunTables:
     def goes_on(self) -> bool:
         """Return whether a process of the training was alive and part of the run; the collector outlives it."""
         collector = command_and_collector({"collector": self.manifest.get("collector")})
-        detached = {_writer(event) for event in self.events_of("process-exit") if event.get("detached")}
+        detached = {writer_of(event) for event in self.events_of("process-exit") if event.get("detached")}
         return bool(self.living and self.living - collector - detached)
 
     def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
@@ -135,8 +137,19 @@ class RunTables:
     def events_of(self, *kinds: EventKind, by: ProcessKey | None = None) -> list[Mapping[str, Any]]:
         """Return the events of these kinds, in order of time; only those that one process wrote, if it is given."""
         events = (event for event in self.events if event["kind"] in kinds)
-        names = ("host", "pid", "start_ticks")
-        return [event for event in events if by is None or tuple(map(event.get, names)) == by]
+        return [event for event in events if by is None or writer_of(event) == by]
+
+
+def once(
+    compute: Callable[Concatenate[RunTables, _Arguments], _Result],
+) -> Callable[Concatenate[RunTables, _Arguments], _Result]:
+    """Make a function of a run's tables compute each result once, since several rules ask for it."""
+
+    @functools.wraps(compute)
+    def cached(tables: RunTables, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return tables.once((compute, args, *kwargs.items()), lambda: compute(tables, *args, **kwargs))
+
+    return cached
 
 
 def load_tables(run: Run) -> RunTables:
@@ -162,7 +175,7 @@ def load_tables(run: Run) -> RunTables:
         events=events,
         streams=streams,
         living=living_processes(
-            run, command_and_collector(manifest).union(map(_writer, events), _left_running(events))
+            run, command_and_collector(manifest).union(map(writer_of, events), _left_running(events))
         ),
         now_ns=now_ns,
         lost_count=lost_count,
@@ -325,5 +338,6 @@ def _left_running(events: Iterable[Mapping[str, Any]]) -> Iterator[ProcessKey]:
                 yield event["host"], process["pid"], process["start_ticks"]
 
 
-def _writer(event: Mapping[str, Any]) -> ProcessKey:
+def writer_of(event: Mapping[str, Any]) -> ProcessKey:
+    """Return the process that wrote an event; a line of a log without it is damaged, and no event."""
     return event["host"], event["pid"], event["start_ticks"]

@@ -44,8 +44,8 @@ _LESS_WAITING_FOR_ANYTHING = "Find what a fetch waits for with `tidegauge stacks
 
 def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | str) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and advice to shorten a fetch, by its cause."""
-    loop, less, cores = case.loop, _less_per_fetch(limit), cores_per_rank(case.tables, case.loop.main[0])
-    condition = _SHARING_OUT if case.setting.get("iterable") and loop.num_workers <= 1 else ""
+    loop, less, cores = case.loop, _less_per_fetch(limit), cores_per_rank(case.loop.tables, case.loop.main[0])
+    condition = _SHARING_OUT if case.loop.setting.get("iterable") and loop.num_workers <= 1 else ""
     if limit.by in ("oversubscribed", "affinity"):
         return _advise_cores(limit, loop.num_workers, cores)
     if not loop.num_workers:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop, loader_setting
+from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.names import pid_if_shared
 from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.run.columns import floats, mean, median, step_at
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.findings import Evidence, Locus, Severity, measurements
 
@@ -35,33 +33,27 @@ class LoadingCase:
     """One loop, and what is the same in all findings on its steady state.
 
     Attributes:
-        tables: the tables of the run.
         loop: the loop, without a first epoch of another pace.
         steady: its pace.
-        setting: its `loader` event, empty without one.
         waited: the loss by all of its waits.
         since_step: step at the first steady batch.
     """
 
-    tables: RunTables
     loop: Loop
     steady: Pace
-    setting: Mapping[str, Any]
     waited: Loss
     since_step: int | None
 
     @classmethod
-    def of(cls, tables: RunTables, loop: Loop, steady: Pace) -> LoadingCase:
+    def of(cls, loop: Loop, steady: Pace) -> LoadingCase:
         """Return the case of a loop with this pace."""
         span_ns = steady.first_ns, steady.last_ns
-        waited = Loss.of(tables, steady.wait * len(loop.batches), steady.batches, span_ns)
+        waited = Loss.of(loop.tables, steady.wait * len(loop.batches), steady.batches, span_ns)
         return cls(
-            tables=tables,
             loop=loop,
             steady=steady,
-            setting=loader_setting(tables, loop),
             waited=waited,
-            since_step=step_at(tables, loop.main, steady.first_ns),
+            since_step=step_at(loop.tables, loop.main, steady.first_ns),
         )
 
     @property
@@ -87,7 +79,7 @@ class LoadingCase:
     def loss(self, seconds: float) -> Loss:
         """Return the loss by a part of the waits, from its seconds per batch."""
         span_ns = self.steady.first_ns, self.steady.last_ns
-        return Loss.of(self.tables, seconds * len(self.loop.batches), self.steady.batches, span_ns)
+        return Loss.of(self.loop.tables, seconds * len(self.loop.batches), self.steady.batches, span_ns)
 
     def facts(self, role: str | None, loss: Loss | None = None, *, worker: int | None = None) -> Facts:
         """Return the facts of a finding on the steady state; without a loss it is that of all waits.
@@ -98,7 +90,7 @@ class LoadingCase:
         return Facts(
             severity=loss.severity if loss else self.waited.severity if starves else "info",
             confidence=(loss or self.waited).confidence(10),
-            locus=dataclasses.replace(loop_locus(self.tables, self.loop, role), worker=worker),
+            locus=dataclasses.replace(loop_locus(self.loop, role), worker=worker),
             since_step=self.since_step,
         )
 
@@ -108,23 +100,21 @@ class EpochStarts:
     """Starts of a loop's epochs that cost the run time.
 
     Attributes:
-        tables: the tables of the run.
         loop: the loop.
         passes: the epochs that were measured (`epoch_start.passes`).
         loss: what the starts of all of its epochs cost the run.
     """
 
-    tables: RunTables
     loop: Loop
     passes: pd.DataFrame
     loss: Loss
 
     @classmethod
-    def of(cls, tables: RunTables, loop: Loop, passes: pd.DataFrame, seconds: float) -> EpochStarts:
+    def of(cls, loop: Loop, passes: pd.DataFrame, seconds: float) -> EpochStarts:
         """Return the starts of these epochs, and what all starts cost the run."""
         first_ns = floats(passes, "first_ns")
-        loss = Loss.of(tables, seconds, len(passes), (first_ns[0], first_ns[-1]))
-        return cls(tables=tables, loop=loop, passes=passes, loss=loss)
+        loss = Loss.of(loop.tables, seconds, len(passes), (first_ns[0], first_ns[-1]))
+        return cls(loop=loop, passes=passes, loss=loss)
 
     def mean(self, name: str) -> float:
         """Return the mean of a column of the epochs."""
@@ -135,18 +125,17 @@ class EpochStarts:
         """Median number of batches of an epoch."""
         return median(floats(self.passes, "batches"))
 
-    @property
-    def facts(self) -> Facts:
-        """Facts of a finding on these starts."""
+    def facts(self, role: str) -> Facts:
+        """Return the facts of a finding on these starts; its cause is in a process of this role."""
         return Facts(
             severity=self.loss.severity,
             confidence=self.loss.confidence(MIN_PASSES),
-            locus=loop_locus(self.tables, self.loop, "worker"),
-            since_step=step_at(self.tables, self.loop.main, floats(self.passes, "first_ns")[0]),
+            locus=loop_locus(self.loop, role),
+            since_step=step_at(self.loop.tables, self.loop.main, floats(self.passes, "first_ns")[0]),
         )
 
 
-def loop_locus(tables: RunTables, loop: Loop, role: str | None = None) -> Locus:
+def loop_locus(loop: Loop, role: str | None = None) -> Locus:
     """Return the place of a finding on a loop: its training process, its workers, or the loop."""
     is_main = role == "main"
     return Locus(
@@ -155,5 +144,5 @@ def loop_locus(tables: RunTables, loop: Loop, role: str | None = None) -> Locus:
         role=role,
         loader=loop.loader,
         pid=loop.main[1] if is_main else None,
-        main_pid=None if is_main else pid_if_shared(tables, loop.main, loop.rank),
+        main_pid=None if is_main else pid_if_shared(loop.tables, loop.main, loop.rank),
     )

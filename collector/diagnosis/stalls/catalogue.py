@@ -12,7 +12,6 @@ from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats, step_at
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
 from collector.diagnosis.stalls.case import LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import Loss, confidence
@@ -29,19 +28,19 @@ _LEAST_TIME_OF_TAIL = 0.5  # share of the fetches' time from which a few slow ba
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
 
 
-def too_short(tables: RunTables, loop: Loop, missing: str, steady_batches: int) -> Finding:
+def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
     """Return a finding for a loop with too few records to judge."""
     evidence = (
         *measurements(len(loop.batches), "after the ramp-up", steady_batches=steady_batches),
         *measurements(len(loop.batches), "whole loop", fetches=len(loop.fetches)),
     )
-    return _cannot_tell(tables, loop, missing, evidence)
+    return _cannot_tell(loop, missing, evidence)
 
 
 def no_cause(case: LoadingCase, missing: str) -> Finding:
     """Return a finding for measured waits without a known cause; `missing` says why the cause is not known."""
     evidence = (*case.pace_evidence, *case.measured(worker_idle_ratio=case.steady.idle_ratio))
-    return _cannot_tell(case.tables, case.loop, missing, evidence)
+    return _cannot_tell(case.loop, missing, evidence)
 
 
 def slow_transfer(case: LoadingCase) -> Finding:
@@ -60,9 +59,9 @@ def slow_transfer(case: LoadingCase) -> Finding:
     )
 
 
-def _cannot_tell(tables: RunTables, loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
+def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
     summary = f"It is not known whether loader {loop.loader} keeps up: {missing}."
-    return cannot_tell(summary, *evidence, locus=loop_locus(tables, loop))
+    return cannot_tell(summary, *evidence, locus=loop_locus(loop))
 
 
 def compute_bound(case: LoadingCase) -> Finding:
@@ -91,8 +90,8 @@ def compute_bound(case: LoadingCase) -> Finding:
 
 def inline_loading(case: LoadingCase) -> Finding:
     """Return a finding for a training process that makes its batches itself."""
-    tables, loop, steady = case.tables, case.loop, case.steady
-    limit, facts, fault = worker_limit(tables, loop), case.facts("main"), None
+    loop, steady = case.loop, case.steady
+    limit, facts, fault = worker_limit(loop), case.facts("main"), None
     if steady.fetch_mean < HAND_OVER_SECONDS:
         facts["severity"] = "info"
         what = ". Workers would not help: handing a batch over costs as much."
@@ -107,7 +106,7 @@ def inline_loading(case: LoadingCase) -> Finding:
         )
     else:
         what = f", while the model computes nothing; {limit.because}."
-        outlook = forecast(tables, loop)
+        outlook = forecast(loop)
         advice, fault = advise_fetches(case, limit, outlook), fault_of_fetches(limit, outlook)
     return Finding(
         kind="inline-loading",
@@ -124,32 +123,14 @@ def inline_loading(case: LoadingCase) -> Finding:
 def workers_too_slow(case: LoadingCase) -> Finding:
     """Return a finding for workers that together cannot keep up."""
     loop, steady = case.loop, case.steady
-    limit, outlook = worker_limit(case.tables, loop), forecast(case.tables, loop)
-    sharing = outlook.measured.sharing if isinstance(outlook, Forecast) else None
+    limit, outlook = worker_limit(loop), forecast(loop)
+    slow, slowest = _slow_batches(case)
+    in_common, tests = _in_common(outlook)
     subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
     if loop.num_workers == 2:
         subject = f"Both workers of loader {loop.loader} are"
     elif loop.num_workers == 1:
         subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
-    in_common, tests = "", {}
-    fetches = steady_fetches(loop)
-    slow_fetches = fetches[is_tail(fetches)]
-    in_slow = float(slow_fetches["fetch_ns"].sum() / fetches["fetch_ns"].sum())
-    slow, slowest = "", tuple[Evidence, ...]()
-    if steady.tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL:
-        slow = (
-            f" {percent(steady.tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
-            f"{percent(in_slow)} of the workers' time."
-        )
-        slowest = (*case.measured(straggler_ratio=steady.tail_ratio), _slowest_batches(slow_fetches))
-    if sharing and sharing.because:
-        wait = "wait" if sharing.is_shared else "may wait"
-        in_common = f" They {wait} for one thing in common: {sharing.because}."
-        tests = {
-            "fetches_alike_sigmas": sharing.correlation_sigmas,
-            "fetches_beside_sigmas": sharing.slowdown_sigmas,
-            "fetches_turn_sigmas": sharing.queue_sigmas,
-        }
     return Finding(
         kind="workers-too-slow",
         summary=f"{subject} too slow: the loop waits {_waits(steady)} and the {idle} "
@@ -163,7 +144,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
             ),
             *slowest,
             *limit.evidence,
-            *(measurements(len(sharing.service), "recent fetches", **tests) if sharing and tests else ()),
+            *tests,
         ),
         advice=advise_fetches(case, limit, outlook),
         limited_by=limit.by,
@@ -172,9 +153,38 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     )
 
 
+def _slow_batches(case: LoadingCase) -> tuple[str, tuple[Evidence, ...]]:
+    """Return a sentence on a few slow batches that take most of the workers' time, and them; empty without such."""
+    fetches, tail_ratio = steady_fetches(case.loop), case.steady.tail_ratio
+    slow = fetches[is_tail(fetches)]
+    in_slow = float(slow["fetch_ns"].sum() / fetches["fetch_ns"].sum())
+    if not (tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL):
+        return "", ()
+    words = (
+        f" {percent(tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
+        f"{percent(in_slow)} of the workers' time."
+    )
+    return words, (*case.measured(straggler_ratio=tail_ratio), _slowest_batches(slow))
+
+
+def _in_common(outlook: Forecast | str) -> tuple[str, tuple[Evidence, ...]]:
+    """Return a sentence on what the workers wait for in common, and the tests for that; empty if for nothing."""
+    sharing = outlook.measured.sharing if isinstance(outlook, Forecast) else None
+    if sharing is None or not sharing.because:
+        return "", ()
+    tests = {
+        "fetches_alike_sigmas": sharing.correlation_sigmas,
+        "fetches_beside_sigmas": sharing.slowdown_sigmas,
+        "fetches_turn_sigmas": sharing.queue_sigmas,
+    }
+    wait = "wait" if sharing.is_shared else "may wait"
+    words = f" They {wait} for one thing in common: {sharing.because}."
+    return words, measurements(len(sharing.service), "recent fetches", **tests)
+
+
 def collate_bound(case: LoadingCase) -> Finding:
     """Return a finding for workers that are too slow because of `collate_fn`."""
-    finding, limit, steady = workers_too_slow(case), worker_limit(case.tables, case.loop), case.steady
+    finding, limit, steady = workers_too_slow(case), worker_limit(case.loop), case.steady
     interval = max(steady.consumer, (steady.fetch_mean - steady.collate_mean) / case.loop.num_workers)
     now = number(1 / steady.interval)
     return dataclasses.replace(
@@ -211,7 +221,7 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
     others = [other for other in steady.workers if other is not worker]
     usual = float(np.median([other.fetch_median for other in others]))
     idle = float(np.median([other.idle_ratio for other in others]))
-    limit, ratio = worker_limit(case.tables, loop, name), worker.fetch_median / usual
+    limit, ratio = worker_limit(loop, name), worker.fetch_median / usual
     interval = max(steady.consumer, usual / loop.num_workers)
     fetches, window = worker.fetches, case.waited.window
     return Finding(
@@ -300,7 +310,7 @@ def _slowest_batches(slow: pd.DataFrame) -> Evidence:
 
 def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
     """Return a finding for a sampler that the workers wait for."""
-    steady, sampler = case.steady, case.setting.get("sampler") or "sampler"
+    steady, sampler = case.steady, case.loop.setting.get("sampler") or "sampler"
     loss = case.loss(waits.sampler_seconds)
     advice = Advice(
         text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as an "
@@ -410,8 +420,8 @@ def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
         summary=f"The dataset of loader {case.loop.loader} is shared out unevenly: {which} has "
         f"{number(skew.share)} times its even share, and works on when others are done. That costs "
         f"{duration(loss.seconds)} in {skew.epochs} epochs, {percent(loss.ratio)} of the run.",
-        locus=dataclasses.replace(loop_locus(case.tables, case.loop, "worker"), worker=skew.worker),
-        since_step=step_at(case.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
+        locus=dataclasses.replace(loop_locus(case.loop, "worker"), worker=skew.worker),
+        since_step=step_at(case.loop.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
         evidence=loss.evidence(largest_share_ratio=skew.share, tail_batches_count=skew.tail_batches / skew.epochs),
         advice=(advice,),
     )

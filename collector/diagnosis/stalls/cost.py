@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, origin_ns, window_text, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, once
 from collector.findings import Evidence, Severity, measurements
 from collector.store import ProcessKey
 from collector.units import duration, percent
@@ -58,22 +58,19 @@ class Loss:
         return measurements(self.n, self.window, lost_wall_ratio=self.ratio, lost_seconds=self.seconds, **values)
 
 
+@once
 def _wall_seconds(tables: RunTables) -> float:
     """Return how long the run has lasted in seconds, 0 if nothing was recorded.
 
     The tables of a long run hold only its last batches and steps. Then it is the time since the first of those.
     """
-
-    def find() -> float:
-        seconds = lifecycle_of(tables).wall_seconds or 0.0
-        skipped = [
-            (floats(rows, "time_ns")[0] - origin_ns(tables)) / SECOND_NS
-            for name in ITERATIONS
-            if 0 < len(rows := tables.stream(name)) < tables.rows_count(name)
-        ]
-        return max(seconds - max(skipped, default=0.0), 0.0)
-
-    return tables.once("wall_seconds", find)
+    seconds = lifecycle_of(tables).wall_seconds or 0.0
+    skipped = [
+        (floats(rows, "time_ns")[0] - origin_ns(tables)) / SECOND_NS
+        for name in ITERATIONS
+        if 0 < len(rows := tables.stream(name)) < tables.rows_count(name)
+    ]
+    return max(seconds - max(skipped, default=0.0), 0.0)
 
 
 def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:

@@ -21,6 +21,7 @@ from collector.findings import Advice, Finding
 from collector.units import duration, number, percent
 
 _MIN_SAMPLES = 3
+_FEWER_THREADS = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
 
 
 def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
@@ -29,28 +30,28 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     It is `workers-too-slow (oversubscribed)` if the run itself fills the cores and its fetches wait for them too;
     else `compute-bound (oversubscribed)`, as information. `keeps_up` is true if no other time is lost.
     """
-    tables, loop, span_ns = case.tables, case.loop, (case.steady.first_ns, case.steady.last_ns)
+    tables, loop, span_ns = case.loop.tables, case.loop, (case.steady.first_ns, case.steady.last_ns)
     share, n = queued_ratio(tables, loop.main, *span_ns)
     loss = Loss.of(tables, share * recorded_seconds(tables, loop.main), n, span_ns)
     if loss.ratio < LEAST_LOST_RATIO:
         return []
     used, cores = cores_used(tables, loop.main[0], *span_ns), usable_cores(tables, loop.main[0])
-    limit, others = worker_limit(tables, loop), used < CORES_FILLED * cores
+    limit, others = worker_limit(loop), used < CORES_FILLED * cores
     if others and cores_are_free(tables, loop.main[0], *span_ns):
         return []  # it is woken late, as a thread is that sleeps often: no other process takes its core
     by_workers = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
-    facts = case.facts("main", loss)
+    facts, in_use = case.facts("main", loss), f"{number(used)} of {number(cores)} usable cores"
     facts["confidence"] = loss.confidence(_MIN_SAMPLES)
     if by_workers:
-        how = f"The workers take the cores: the run's processes use {number(used)} of {number(cores)} usable cores."
+        how = f"The workers take the cores: the run's processes use {in_use}."
         advice = advise_crowded(loop.num_workers, cores)
     else:
         facts["severity"] = "info"  # Nothing in the training is wrong, and it may last only for a while.
         rest = "other processes use the rest" if others else "its own processes use them"
-        get = f"The run's processes get {number(used)} of {number(cores)} usable cores"
-        how = f"{get}; {rest}." + (f" Loader {loop.loader} keeps up." if keeps_up else "")
-        fewer = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
-        text = FREE_CORES if others else fewer
+        how = f"The run's processes get {in_use}; {rest}." + (
+            f" Loader {loop.loader} keeps up." if keeps_up else ""
+        )
+        text = FREE_CORES if others else _FEWER_THREADS
         advice = (Advice(text=text, expected=f"up to {percent(share)} less time per step"),)
     return [
         Finding(

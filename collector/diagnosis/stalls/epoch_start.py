@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop, loader_setting
+from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, fetch_ns, starved_ns
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, median, whole
-from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.case import EpochStarts, Facts, loop_locus
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, whole
+from collector.diagnosis.stalls.case import EpochStarts
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
 from collector.findings import Advice, Finding
 from collector.units import count, duration, percent
@@ -43,7 +41,7 @@ class _Start(NamedTuple):
     ready_ns: float
 
 
-def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
+def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
     """Return the recent epochs of a loop whose first batch is recorded, in order of time.
 
     Returns:
@@ -69,7 +67,7 @@ def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
     first_fetches = dict(zip(first["epoch"], zip(fetch_ns(first), first["pid"], strict=True), strict=True))
     idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
     sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
-    starts, usual_ns = _starts(tables, loop), _usual_ns(loop, steady)
+    starts, usual_ns = _starts(loop), _usual_ns(loop, steady)
     rows = []
     epochs = batches["epoch"].iloc[ramps]
     for epoch, places in epochs.groupby(epochs).indices.items():
@@ -97,15 +95,15 @@ def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
 
 
-def _starts(tables: RunTables, loop: Loop) -> dict[int, list[_Start]]:
+def _starts(loop: Loop) -> dict[int, list[_Start]]:
     """Return the starts of each worker's epochs, by its pid, in order of time."""
     ready = {
-        key[1]: float(event["time_ns"])
-        for event in tables.events_of("worker-ready")
-        if (key := key_of(event)) is not None and key[0] == loop.main[0]
+        event["pid"]: float(event["time_ns"])
+        for event in loop.tables.events_of("worker-ready")
+        if event["host"] == loop.main[0]
     }
     starts: dict[int, list[_Start]] = {}
-    for event in tables.events_of("epoch-start", by=loop.main):
+    for event in loop.tables.events_of("epoch-start", by=loop.main):
         created_ns = float(event["time_ns"])
         begun_ns = float(whole(event.get("begun_ns")) or created_ns)
         for pid in map(whole, event.get("worker_pids") or ()):
@@ -163,14 +161,14 @@ def worker_startup(starts: EpochStarts) -> Finding:
             worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
         ),
         advice=(advice,),
-        **starts.facts,
+        **starts.facts("worker"),
     )
 
 
 def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
     """Return what starting the workers cost a run too short to show that it recurs, and would cost a longer one."""
     loss, starts_count, epoch_seconds = starts.loss, len(starts.passes), starts.mean("seconds")
-    facts = starts.facts
+    facts = starts.facts("worker")
     facts["severity"] = "info"
     per_start = loss.seconds / starts_count
     advice = Advice(
@@ -200,30 +198,28 @@ def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
 def sampler_at_epochs(starts: EpochStarts) -> Finding:
     """Return a finding for a sampler that is slow to give its first index, while the workers wait for it."""
     loop, each = starts.loop, duration(starts.mean("sampler"))
-    setting, facts = _in_training_process(starts)
+    sampler = loop.setting.get("sampler") or "sampler"
     return Finding(
         kind="sampler-bound",
         summary=f"At the start of each epoch the sampler takes {each} until it gives its first index "
-        f"({setting.get('sampler') or 'sampler'} or the batch sampler of loader {loop.loader}), while the workers "
+        f"({sampler} or the batch sampler of loader {loop.loader}), while the workers "
         f"wait for it: {duration(starts.loss.seconds)} in {len(starts.passes)} epochs after the first, "
         f"{percent(starts.loss.ratio)} of the run.",
         evidence=starts.loss.evidence(
             sampler_start_seconds=starts.mean("sampler"), epoch_seconds=starts.mean("seconds")
         ),
         advice=(_cheap_start(each),),
-        **facts,
+        **starts.facts("main"),
     )
 
 
 def first_batch_of_epochs(starts: EpochStarts) -> Finding:
     """Return a finding for a training process that takes long to make the first batch of each epoch."""
     loop, longer = starts.loop, duration(starts.mean("refill"))
-    setting, facts = _in_training_process(starts)
     begins = "the iterable dataset begins"
-    if not setting.get("iterable"):
-        begins = (
-            f"its sampler ({setting.get('sampler') or 'or batch sampler'}) begins, or the first samples are read"
-        )
+    if not loop.setting.get("iterable"):
+        sampler = loop.setting.get("sampler") or "or batch sampler"
+        begins = f"its sampler ({sampler}) begins, or the first samples are read"
     return Finding(
         kind="inline-loading",
         summary=f"The first batch of each epoch of loader {loop.loader} takes {longer} longer than the others, as "
@@ -233,15 +229,8 @@ def first_batch_of_epochs(starts: EpochStarts) -> Finding:
             first_batch_excess_seconds=starts.mean("refill"), epoch_seconds=starts.mean("seconds")
         ),
         advice=(_cheap_start(longer),),
-        **facts,
+        **starts.facts("main"),
     )
-
-
-def _in_training_process(starts: EpochStarts) -> tuple[Mapping[str, Any], Facts]:
-    """Return the setting of a loader, and the facts of a finding on what its training process does."""
-    loop, facts = starts.loop, starts.facts
-    facts["locus"] = loop_locus(starts.tables, loop, "main")
-    return loader_setting(starts.tables, loop), facts
 
 
 def _cheap_start(each: str) -> Advice:
@@ -256,7 +245,7 @@ def epoch_refill(starts: EpochStarts) -> Finding:
     """Return a finding for epochs that begin with empty queues, or with a first batch that takes long to make."""
     refill, batches = duration(starts.mean("refill")), starts.usual_batches
     usual, first = float(np.median(fetch_ns(starts.loop.fetches))) / SECOND_NS, starts.mean("first_fetch")
-    is_iterable = loader_setting(starts.tables, starts.loop).get("iterable")
+    is_iterable = starts.loop.setting.get("iterable")
     is_of_dataset = is_iterable and first - usual >= _MAIN_CAUSE * starts.mean("refill")
     longer = Advice(
         text=f"Make epochs longer: let {_LONGER_ITERABLE if is_iterable else _LONGER_SAMPLER}",
@@ -280,5 +269,5 @@ def epoch_refill(starts: EpochStarts) -> Finding:
             batches_per_epoch_count=batches,
         ),
         advice=(_cheap_start(refill), longer) if is_of_dataset else (longer,),
-        **starts.facts,
+        **starts.facts("worker"),
     )

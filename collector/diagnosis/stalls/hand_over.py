@@ -18,7 +18,6 @@ from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import starved_ns, without_pauses
 from collector.diagnosis.loading.wait_breakdown import TRANSFER_RATE
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean
-from collector.diagnosis.run.tables import RunTables
 from collector.units import duration, size
 
 #: Seconds to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
@@ -71,9 +70,9 @@ class HandOver:
         return by_bytes if by_bytes >= _EXPLAINED_RATIO * self.excess_seconds else 0.0
 
 
-def hand_over(tables: RunTables, loop: Loop) -> HandOver:
+def hand_over(loop: Loop) -> HandOver:
     """Measure how the steady batches of a loop came from their workers."""
-    with_core = 1 - core_waits(tables, loop).in_loop
+    with_core = 1 - core_waits(loop).in_loop
     rows = loop.batches[floats(loop.batches, "index") >= loop.ramp]
     waits, times = floats(rows, "wait_ns"), floats(rows, "time_ns")
     starved = starved_ns(loop, rows, times, waits)

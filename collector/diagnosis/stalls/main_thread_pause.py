@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.loading.core_waits import queued_ratio
@@ -12,7 +11,7 @@ from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, wr
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
-from collector.diagnosis.statistics.growth import spread
+from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Advice, Finding, Locus, measurements
 from collector.store import ProcessKey
 from collector.units import count, duration, percent
@@ -28,32 +27,36 @@ _LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
 _REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth
 _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
 _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
+_LESS_SAVING = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
+_LESS_EVERY = (
+    "Look at what the loop does every {distance} steps: garbage collection (gc.freeze() after set-up, and fewer "
+    "live objects), logging, saving a checkpoint, .item() or .cpu() on the device; do it less often, or in another "
+    "thread or process"
+)
 
 
 def find_pauses(tables: RunTables) -> list[Finding]:
     """Find a `main-thread-pause` of each training process, but not of ranks that only wait for another one's."""
-    findings = [finding for main in lifecycle_of(tables).mains for finding in _pauses_of(tables, main)]
+    findings = [finding for main in lifecycle_of(tables).mains for finding in _pauses(tables, main)]
     return [finding for finding in findings if finding.locus.stage != "backward"] or findings
 
 
-def _pauses_of(tables: RunTables, main: ProcessKey) -> list[Finding]:
+def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
     work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
     steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return []
-    excess = work - float(np.median(work))
-    return _saves(tables, main, steps, excess) or _regular_pauses(tables, main, steps, work)
+    return _saves(tables, steps, work, main) or _regular_pauses(tables, steps, work, main)
 
 
-def _saves(tables: RunTables, main: ProcessKey, steps: pd.DataFrame, excess: np.ndarray[Any, Any]) -> list[Finding]:
+def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
     """Find the time in `torch.save`, at any distance: a save in another thread does not lengthen its step."""
-    saving = np.minimum(_saving_ns(tables, main, steps), np.maximum(excess, 0.0))
+    saving = np.minimum(_saving_ns(tables, steps, main), np.maximum(work - float(np.median(work)), 0.0))
     at = np.flatnonzero(saving)
     if len(at) < _MIN_PAUSES:
         return []
-    seconds = float(saving.sum()) / SECOND_NS
-    times = floats(steps, "time_ns")
+    seconds, times = float(saving.sum()) / SECOND_NS, floats(steps, "time_ns")
     loss = Loss.of(tables, seconds, len(at), (times[0], times[-1]))
     if loss.ratio < _LEAST_LOST:
         return []
@@ -65,31 +68,16 @@ def _saves(tables: RunTables, main: ProcessKey, steps: pd.DataFrame, excess: np.
             confidence=loss.confidence(_MIN_PAUSES),
             summary=f"The training pauses {count(len(at))} times while it saves a checkpoint, for "
             f"{' to '.join(lengths)}. {loss.words}",
-            locus=_locus(main, steps, _phase(steps, at, seconds)[0]),
+            locus=_locus(steps, main, _phase(steps, at, seconds)[0]),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=loss.evidence(pause_seconds=seconds / len(at), saving_count=len(at)),
-            advice=(
-                Advice(
-                    text="Save checkpoints less often, or in the background "
-                    "(torch.distributed.checkpoint.async_save)",
-                    expected=f"up to {percent(loss.ratio)} less time",
-                ),
-            ),
+            advice=(Advice(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),),
         )
     ]
 
 
-def _regular_pauses(
-    tables: RunTables, main: ProcessKey, steps: pd.DataFrame, work: np.ndarray[Any, Any]
-) -> list[Finding]:
-    usual = float(np.median(work))
-    is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
-    # More passes of the model than usual are a rollout or an evaluation, and no pause.
-    passes = floats(steps, "passes_count")
-    is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
-    at = np.flatnonzero(is_pause)
-    if len(at):  # leave out single steps that are somewhat longer by chance
-        at = at[work[at] - usual >= _LEAST_PAUSE * np.quantile(work[at] - usual, 0.75)]
+def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
+    usual, at = float(np.median(work)), _long_steps(tables, steps, work, main)
     if not _MIN_PAUSES <= len(at) <= _MOST_PAUSES * len(steps):
         return []
     distance = float(np.median(np.diff(at)))
@@ -102,16 +90,16 @@ def _regular_pauses(
         return []
     if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
         return []  # the process waited for a core
-    pause_seconds = seconds / len(at)
+    pause_seconds, every = seconds / len(at), count(distance)
     return [
         Finding(
             kind="main-thread-pause",
             severity=loss.severity,
             confidence=loss.confidence(_MIN_PAUSES),
-            summary=f"Every {count(distance)} steps the training pauses for {duration(pause_seconds)} ({phase} "
-            f"phase; a step takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, "
-            f"{percent(loss.ratio)} of the run.",
-            locus=_locus(main, steps, phase),
+            summary=f"Every {every} steps the training pauses for {duration(pause_seconds)} ({phase} phase; a step "
+            f"takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, {percent(loss.ratio)} "
+            "of the run.",
+            locus=_locus(steps, main, phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(
                 *loss.evidence(pause_seconds=pause_seconds, pause_distance_count=distance),
@@ -119,22 +107,31 @@ def _regular_pauses(
                 *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
             ),
             advice=(
-                Advice(
-                    text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
-                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
-                    ".item() or .cpu() on the device; do it less often, or in another thread or process",
-                    expected=f"up to {percent(loss.ratio)} less time",
-                ),
+                Advice(text=_LESS_EVERY.format(distance=every), expected=f"up to {percent(loss.ratio)} less time"),
             ),
         )
     ]
 
 
-def _locus(main: ProcessKey, steps: pd.DataFrame, phase: str) -> Locus:
+def _locus(steps: pd.DataFrame, main: ProcessKey, phase: str) -> Locus:
     return Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase)
 
 
-def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tuple[str, float]:
+def _long_steps(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> npt.NDArray[np.intp]:
+    """Return the places of steps that take far longer than usual, for no reason that is known."""
+    usual = float(np.median(work))
+    is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
+    # More passes of the model than usual are a rollout or an evaluation, and no pause.
+    passes = floats(steps, "passes_count")
+    is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
+    at = np.flatnonzero(is_pause)
+    if not len(at):
+        return at
+    # Leave out single steps that are somewhat longer by chance.
+    return at[work[at] - usual >= _LEAST_PAUSE * np.quantile(work[at] - usual, 0.75)]
+
+
+def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tuple[str, float]:
     """Return the phase in which most of the pauses' excess time lies, and its share of that."""
     excess = {}
     for name in _PHASES:
@@ -144,7 +141,7 @@ def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tup
     return phase, excess[phase] / max(seconds, 1e-9)
 
 
-def _saving_ns(tables: RunTables, main: ProcessKey, steps: pd.DataFrame) -> np.ndarray[Any, Any]:
+def _saving_ns(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> Floats:
     """Return how long each step spent in recorded calls of `torch.save`, shape `(steps,)`."""
     saves = tables.events_of("checkpoint", by=main)
     ends = floats(steps, "time_ns")
@@ -152,17 +149,14 @@ def _saving_ns(tables: RunTables, main: ProcessKey, steps: pd.DataFrame) -> np.n
     begun, ended = (np.array([event[name] for event in saves], dtype=float) for name in ("begun_ns", "time_ns"))
     at = np.searchsorted(ends, begun)
     is_inside = (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
-    saving: np.ndarray[Any, Any] = np.bincount(
-        at[is_inside], weights=(ended - begun)[is_inside], minlength=len(steps)
-    )
-    return saving
+    return np.bincount(at[is_inside], weights=(ended - begun)[is_inside], minlength=len(steps)).astype(np.float64)
 
 
-def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> np.ndarray[Any, Any]:
+def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> npt.NDArray[np.bool_]:
     """Return which steps have the start of an epoch of any loader: starting workers, or validation, is no pause."""
     batches = written(tables, "batch", main)
     begins = np.sort(floats(batches[floats(batches, "index") == 0], "time_ns"))
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")
-    has_start: np.ndarray[Any, Any] = np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
+    has_start: npt.NDArray[np.bool_] = np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
     return has_start

@@ -28,13 +28,13 @@ _MIN_STEPS = 5 * _BLOCK_STEPS
 _MATCHED_RATIO = 0.5  # share of the lateness that the others must wait, or that explains it by one phase
 #: Phases of a step outside the backward pass, and the reason if they make a rank late.
 _PHASES = {
-    "data_wait_ns": "it waits for its data",
-    "h2d_ns": "its copies to the device take longer",
-    "forward_ns": "its forward pass takes longer",
-    "optimizer_ns": "its optimizer takes longer",
-    "other_ns": "it does something between its phases",
+    "data_wait": "it waits for its data",
+    "h2d": "its copies to the device take longer",
+    "forward": "its forward pass takes longer",
+    "optimizer": "its optimizer takes longer",
+    "other": "it does something between its phases",
 }
-_HOST_PHASES = ("data_wait_ns", "h2d_ns")
+_HOST_PHASES = ("data_wait", "h2d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +63,13 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     certain = lateness.seconds > 3 * lateness.error and waits.seconds > 3 * waits.error
     if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or loss.ratio < LEAST_LOST_RATIO:
         return []
-    by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in _PHASES}
-    phases = {
-        name: _excess({key: np.nan_to_num(floats(table, name)) for key, table in by_rank.items()}, straggler)
-        for name, by_rank in by_phase.items()
-    }
-    phase = max(phases, key=lambda name: phases[name].seconds)
-    if phases["data_wait_ns"].seconds >= _MATCHED_RATIO * lateness.seconds:
-        phase = "data_wait_ns"  # on the device, a wait for data is a gap between two steps
+    phase, phase_seconds = _late_phase(steps, hosts, straggler, lateness.seconds)
     retries = _retries(tables, steps)
-    by, why = ("data" if phase == "data_wait_ns" else "compute"), _PHASES[phase]
+    by, why = ("data" if phase == "data_wait" else "compute"), _PHASES[phase]
     flushes = retries.pop(straggler)
     if by == "compute" and all(flushes > other for other in retries.values()):
         by, why = "memory", f"{why}, while its allocator flushed its cache {count(flushes)} times"
     rank = whole(rows["rank"].iloc[-1])
-    excess = {f"{phase.removesuffix('_ns')}_excess_seconds": phases[phase].seconds}
     return [
         Finding(
             kind="rank-straggler",
@@ -86,20 +78,38 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             summary=f"The other ranks wait for rank {rank}: by itself it takes {duration(lateness.seconds)} longer "
             f"per step, and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are "
             f"summed; {why}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
-            locus=Locus(
-                host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase.removesuffix("_ns")
-            ),
+            locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
             since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
             evidence=loss.evidence(
                 own_time_excess_seconds=lateness.seconds,
                 others_backward_excess_seconds=waits.seconds,
-                **excess,
+                **{f"{phase}_excess_seconds": phase_seconds},
                 **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
             ),
             advice=(_advice(by, rank, lateness.seconds),),
             limited_by=by,
         )
     ]
+
+
+def _late_phase(
+    steps: dict[ProcessKey, pd.DataFrame],
+    hosts: dict[ProcessKey, pd.DataFrame],
+    straggler: ProcessKey,
+    late_seconds: float,
+) -> tuple[str, float]:
+    """Return the phase in which a rank is late, and by how many seconds per step."""
+    by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in _PHASES}
+    phases = {
+        name: _excess(
+            {key: np.nan_to_num(floats(table, f"{name}_ns")) for key, table in by_rank.items()}, straggler
+        ).seconds
+        for name, by_rank in by_phase.items()
+    }
+    phase = max(phases, key=lambda name: phases[name])
+    if phases["data_wait"] >= _MATCHED_RATIO * late_seconds:
+        phase = "data_wait"  # on the device, a wait for data is a gap between two steps
+    return phase, phases[phase]
 
 
 def _advice(by: str, rank: int | None, seconds: float) -> Advice:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, step_at, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.case import loop_locus
 from collector.diagnosis.stalls.cost import confidence
 from collector.diagnosis.stalls.epoch_start import RECENT_EPOCHS
@@ -77,15 +74,15 @@ def shard_skew(loop: Loop) -> ShardSkew | None:
     )
 
 
-def idle_workers(tables: RunTables, loop: Loop, setting: Mapping[str, Any]) -> list[int]:
+def idle_workers(loop: Loop) -> list[int]:
     """Return the workers that made no batch in any whole epoch, since the dataset has fewer shards or batches.
 
     The last epoch is whole once the run has ended, or the loop has begun another one.
     """
     passes = [rows for _, rows in loop.batches.groupby("epoch") if rows["index"].min() == 0]
-    if passes and lifecycle_of(tables).status() == "running":
+    if passes and lifecycle_of(loop.tables).status() == "running":
         passes.pop()
-    is_iterable = bool(setting.get("iterable"))
+    setting, is_iterable = loop.setting, bool(loop.setting.get("iterable"))
     if loop.num_workers < 2 or len(passes) < (1 if is_iterable else _MIN_EPOCHS):
         return []
     # A worker of an iterable dataset that had its turn and made nothing has no samples.
@@ -100,10 +97,10 @@ def idle_workers(tables: RunTables, loop: Loop, setting: Mapping[str, Any]) -> l
     return sorted(set(range(loop.num_workers)) - at_work)
 
 
-def idle_workers_finding(tables: RunTables, loop: Loop, setting: Mapping[str, Any], idle: list[int]) -> Finding:
+def idle_workers_finding(loop: Loop, idle: list[int]) -> Finding:
     """Return a finding for workers that made no batch in any whole epoch."""
     at_work, epochs = loop.num_workers - len(idle), loop.batches["epoch"].nunique()
-    is_iterable = bool(setting.get("iterable"))
+    is_iterable = bool(loop.setting.get("iterable"))
     reason = "the dataset gives them no samples" if is_iterable else f"an epoch has at most {at_work} batches"
     names = ", ".join(map(str, idle[:8])) + (" and more" if len(idle) > 8 else "")
     fewer = Advice(
@@ -122,8 +119,8 @@ def idle_workers_finding(tables: RunTables, loop: Loop, setting: Mapping[str, An
         confidence=confidence(epochs, 1),
         summary=f"{len(idle)} of {loop.num_workers} workers of loader {loop.loader} never made a batch "
         f"({'worker' if len(idle) == 1 else 'workers'} {names}): {reason}.",
-        locus=loop_locus(tables, loop, "worker"),
-        since_step=step_at(tables, loop.main, floats(loop.batches, "time_ns")[0]),
+        locus=loop_locus(loop, "worker"),
+        since_step=step_at(loop.tables, loop.main, floats(loop.batches, "time_ns")[0]),
         evidence=measurements(
             epochs, "whole epochs", idle_workers=len(idle), batches_per_epoch=len(loop.batches) / epochs
         ),

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from collector.diagnosis.loading.core_waits import core_waits
-from collector.diagnosis.loading.loaders import Loop, loader_setting, loads_ahead, loops
+from collector.diagnosis.loading.loaders import Loop, loads_ahead, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
@@ -53,22 +53,21 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
-        setting = loader_setting(tables, whole_loop)
-        if idle := idle_workers(tables, whole_loop, setting):
-            findings.append(idle_workers_finding(tables, whole_loop, setting, idle))
+        if idle := idle_workers(whole_loop):
+            findings.append(idle_workers_finding(whole_loop, idle))
             loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
-        at_epochs = _epoch_costs(tables, whole_loop, None if missing else steady)
+        at_epochs = _epoch_costs(whole_loop, None if missing else steady)
         if steady is not None and not missing:
             healthy = all(finding.severity == "info" for finding in at_epochs)
             findings += [
                 dataclasses.replace(finding, summary=f"{finding.summary}{change}")
-                for finding in _judge(LoadingCase.of(tables, loop, steady), healthy=healthy)
+                for finding in _judge(LoadingCase.of(loop, steady), healthy=healthy)
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
-            too_short_loops.append(catalogue.too_short(tables, loop, missing, batches))
+            too_short_loops.append(catalogue.too_short(loop, missing, batches))
         findings += at_epochs
     return without_repeats(findings) or too_short_loops[:1]
 
@@ -107,7 +106,7 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     steady, skews = case.steady, _shard_skew(case)
     others = [*skews, *_hand_overs(case)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        with_core = 1 - core_waits(case.tables, case.loop).in_workers
+        with_core = 1 - core_waits(case.loop).in_workers
         is_transfer = steady.transfer * with_core >= _TRANSFER_RATIO * steady.interval
         contention = find_contention(case, keeps_up=healthy and not others and not is_transfer)
         if others or not healthy:
@@ -115,7 +114,7 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
         if is_transfer:
             return [*contention, catalogue.slow_transfer(case)]
         return contention or [catalogue.compute_bound(case)]
-    if loads_ahead(case.tables, case.loop):
+    if loads_ahead(case.loop):
         missing = (
             "a thread of the training process iterates it ahead of the thread that trains, and the time that the "
             "training waits for that thread is not recorded"
@@ -148,11 +147,11 @@ def _starving(case: LoadingCase) -> list[Finding]:
 
 
 def _shard_skew(case: LoadingCase) -> list[Finding]:
-    skew = shard_skew(case.loop) if case.loop.num_workers >= 2 and case.setting.get("iterable") else None
+    skew = shard_skew(case.loop) if case.loop.num_workers >= 2 and case.loop.setting.get("iterable") else None
     if skew is None:
         return []
     times = floats(case.loop.batches, "time_ns")
-    loss = Loss.of(case.tables, skew.seconds, skew.epochs, (times[0], times[-1]))
+    loss = Loss.of(case.loop.tables, skew.seconds, skew.epochs, (times[0], times[-1]))
     return [catalogue.shard_skew(case, skew, loss)] if loss.ratio >= LEAST_LOST_RATIO else []
 
 
@@ -163,27 +162,27 @@ def _hand_overs(case: LoadingCase) -> list[Finding]:
     """
     if not case.loop.num_workers:
         return []
-    waits, findings = hand_over(case.tables, case.loop), []
-    workers_idle = case.steady.idle_ratio >= BUSY_IDLE and not case.setting.get("iterable")
+    waits, findings = hand_over(case.loop), []
+    workers_idle = case.steady.idle_ratio >= BUSY_IDLE and not case.loop.setting.get("iterable")
     if workers_idle and waits.sampler_seconds >= LEAST_LOST_RATIO * case.steady.interval:
         findings.append(catalogue.sampler_bound(case, waits))
     if waits.copy_seconds >= LEAST_LOST_RATIO * case.steady.interval:
-        pinned = floats(written(case.tables, "device_memory", case.loop.main), "pinned_allocated_bytes")
+        pinned = floats(written(case.loop.tables, "device_memory", case.loop.main), "pinned_allocated_bytes")
         pinned_bytes = float(np.nanmax(pinned, initial=0.0))
-        if not (case.setting.get("pin_memory") and pinned_bytes > 0):
+        if not (case.loop.setting.get("pin_memory") and pinned_bytes > 0):
             findings.append(catalogue.copy_bound(case, waits))
-        elif case.setting.get("collate") == "default_collate":
+        elif case.loop.setting.get("collate") == "default_collate":
             findings.append(catalogue.pin_bound(case, waits, pinned_bytes))
         else:
             findings.append(catalogue.copy_or_pin_bound(case, waits))
     return findings
 
 
-def _epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
+def _epoch_costs(loop: Loop, steady: Pace | None) -> list[Finding]:
     """Find time that this loop loses at the starts of epochs, the most expensive first."""
     if not loop.num_workers and steady is None:
         return []
-    epochs = passes(tables, loop, steady)
+    epochs = passes(loop, steady)
     later, epochs_count = epochs.iloc[1:], len(np.unique(floats(loop.batches, "epoch"))) - 1
     costs: list[tuple[float, Finding]] = []
     causes = (
@@ -196,12 +195,12 @@ def _epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Fin
     ):
         seconds = floats(rows, column)
         if len(rows) >= least and _is_certain(seconds):
-            starts = EpochStarts.of(tables, loop, rows, float(seconds.sum()) * epochs_count / len(later))
+            starts = EpochStarts.of(loop, rows, float(seconds.sum()) * epochs_count / len(later))
             if starts.loss.ratio >= LEAST_LOST_RATIO:
                 costs.append((starts.loss.ratio, finding_of(starts)))
     starting = epochs[epochs["ready"].notna()]
     if len(starting) and not any(finding.kind == "worker-startup" for _, finding in costs):
-        starts = EpochStarts.of(tables, loop, starting, sum(starting["startup"]))
+        starts = EpochStarts.of(loop, starting, sum(starting["startup"]))
         if starts.loss.ratio >= LEAST_LOST_RATIO:
             workers_stay = len(epochs) > len(starting) == 1
             finding = startup_of_short_run(starts, workers_stay=workers_stay)

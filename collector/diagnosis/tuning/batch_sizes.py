@@ -61,15 +61,15 @@ class Line:
         return self.base_bytes + self.sample_bytes * size
 
 
-def batch_size_run(tables: RunTables, loop: Loop) -> BatchSizeRun:
+def batch_size_run(loop: Loop) -> BatchSizeRun:
     """Measure the batch size of a loop, its rate and its memory."""
     size = median(floats(loop.batches, "samples_count"))
     rows = loop.batches.iloc[len(loop.batches) // 2 :]
     times, samples = floats(rows, "time_ns") / SECOND_NS, floats(rows, "samples_count")
     enough = len(rows) > max(3, loop.num_workers * loop.prefetch_factor) and times[-1] > times[0]
     rate = samples[1:].sum() / (times[-1] - times[0]) if enough else math.nan
-    device = _fullest_device(tables)
-    memory, room, resource = device or _host_memory(tables, loop)
+    device = _fullest_device(loop.tables)
+    memory, room, resource = device or _host_memory(loop)
     return BatchSizeRun(
         batch_size=size,
         samples_per_second=rate,
@@ -147,9 +147,9 @@ def _fullest_device(tables: RunTables) -> tuple[float, float, str] | None:
     return max(peaks, default=None, key=lambda fullest: np.nan_to_num(fullest[0]))
 
 
-def _host_memory(tables: RunTables, loop: Loop) -> tuple[float, float, str]:
+def _host_memory(loop: Loop) -> tuple[float, float, str]:
     """Return (peak, highest allowed peak, name) of the loop's processes, without memory used before the run."""
-    name, limit = binding_limit(tables, loop.main[0])
-    demand = demand_series(tables, loop.main[0])[1]
+    name, limit = binding_limit(loop.tables, loop.main[0])
+    demand = demand_series(loop.tables, loop.main[0])[1]
     before = demand[np.isfinite(demand)][:1]
-    return held_memory(tables, loop).most, FILL_RATIO * limit - float(before[0] if len(before) else 0.0), name
+    return held_memory(loop).most, FILL_RATIO * limit - float(before[0] if len(before) else 0.0), name

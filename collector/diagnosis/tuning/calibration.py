@@ -14,7 +14,6 @@ from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
 from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
 from collector.diagnosis.run.columns import SECOND_NS, between, floats, mean, peak, sampled
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.overheads import Overheads, assumed_overheads, overheads
 from collector.diagnosis.tuning.replay import Setting, Trace, slowdown, throughputs
@@ -68,14 +67,14 @@ class Calibration:
         return self.sharing if self.sharing is not None and self.sharing.is_shared else None
 
 
-def calibrate(tables: RunTables, loop: Loop) -> Calibration | str:
+def calibrate(loop: Loop) -> Calibration | str:
     """Calibrate the replay on the recent stretch of a loop, or return what is missing for it, in words."""
     rows, recurs = _stretch(loop)
     if len(rows) < _MIN_BATCHES:
         return f"it needs {_MIN_BATCHES} recorded batches, this run has {len(rows)}"
     # The forecast of a loop and the speed-ups of its stages mostly use the same stretch.
     key = (loop.num_workers, loop.prefetch_factor, loop.in_order, recurs, rows.to_numpy(np.float64).tobytes())
-    return tables.once(("calibrated", loop.main, *key), lambda: _calibrate(tables, loop, rows, recurs))
+    return loop.tables.once(("calibrated", loop.main, *key), lambda: _calibrate(loop, rows, recurs))
 
 
 def setting_of(loop: Loop) -> Setting:
@@ -85,9 +84,9 @@ def setting_of(loop: Loop) -> Setting:
     )
 
 
-def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibration | str:
+def _calibrate(loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibration | str:
     dispatched = rows.sort_values(["epoch", "index"])
-    costs, cores = _fetch_costs(dispatched), cores_per_rank(tables, loop.main[0])
+    costs, cores = _fetch_costs(dispatched), cores_per_rank(loop.tables, loop.main[0])
     if costs.cpu.sum() >= _COMPUTES_RATIO * (costs.cpu + costs.blocked).sum() and not math.isfinite(cores):
         return "the number of cores of its workers was not sampled"
     if not np.isfinite(rows["loop_ns"]).any():
@@ -95,13 +94,13 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     waited = rows["wait_ns"].to_numpy() / SECOND_NS
     if not recurs:
         waited[0] = 0.0
-    creation = _creation(tables, loop)
+    creation = _creation(loop)
     total = float(waited.sum() + np.nansum(rows["loop_ns"].to_numpy() / SECOND_NS))
     total += recurs * creation * loop.num_workers * rows["first"].sum()
     rate = (len(rows) - (not recurs)) / total
     setting = setting_of(loop)
     epochs = tuple(np.diff([*np.flatnonzero(rows["first"]), len(rows)]).tolist()) if recurs else ()
-    trace = _trace(tables, loop, rows, costs, total)
+    trace = _trace(loop, rows, costs, total)
     trace = dataclasses.replace(trace, epochs=epochs, creation=creation)
     if costs.has_children and math.isfinite(cores):
         trace = _without_queueing(dataclasses.replace(trace, cores=cores), setting, costs.wall)
@@ -110,7 +109,7 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     # Children that outlive a fetch may serve all workers, as a pool does. Others compute for one fetch, and wait
     # for cores, which also makes the fetches alike.
     served = costs.children if loop.fetches["children_outlive"].any() else np.zeros_like(costs.children)
-    in_children = worker_limit(tables, loop).children_ratio >= _BLOCKED_RATIO and not served.any()
+    in_children = worker_limit(loop).children_ratio >= _BLOCKED_RATIO and not served.any()
     sharing = None if in_children else _sharing(loop, dispatched, costs.blocked + served)
     waiting = dataclasses.replace(trace, cpu=trace.cpu - served, blocked=trace.blocked + served)
     alternative = _shared_trace(waiting, sharing, setting, rate)
@@ -130,12 +129,12 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     )
 
 
-def _trace(tables: RunTables, loop: Loop, rows: pd.DataFrame, costs: _FetchCosts, seconds: float) -> Trace:
+def _trace(loop: Loop, rows: pd.DataFrame, costs: _FetchCosts, seconds: float) -> Trace:
     """Return the costs of a stretch, which took `seconds`, as if every thread had a core."""
     cpu, blocked, slow = costs.cpu, costs.blocked, costs.slowdown
     took = rows["loop_ns"].to_numpy() / SECOND_NS
     usual = float(np.nanmean(took))
-    samples = between(sampled(tables, loop.main), rows["asked_ns"].iloc[0], rows["yield_ns"].iloc[-1])
+    samples = between(sampled(loop.tables, loop.main), rows["asked_ns"].iloc[0], rows["yield_ns"].iloc[-1])
     computing = spent_ratio(samples, "cpu_ns", 2)[0] * seconds / len(rows)
     computing -= 0 if loop.num_workers else cpu.mean()
     share = min(1.0, max(0.0, computing * slow / max(usual, 1e-9)))
@@ -300,11 +299,11 @@ def _shared_trace(trace: Trace, sharing: Sharing | None, setting: Setting, rate:
     return dataclasses.replace(shared, blocked=service)
 
 
-def _creation(tables: RunTables, loop: Loop) -> float:
+def _creation(loop: Loop) -> float:
     """Return the seconds that creating one worker takes at the beginning of an epoch; 0 if workers stay."""
     took = [
         event["time_ns"] - event["begun_ns"]
-        for event in tables.events_of("epoch-start", by=loop.main)
+        for event in loop.tables.events_of("epoch-start", by=loop.main)
         if event.get("loader") == loop.loader and event.get("begun_ns") is not None
     ]
     recurring = np.array(took[1:], dtype=float)  # the first epoch always starts workers

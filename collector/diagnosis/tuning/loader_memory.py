@@ -20,7 +20,6 @@ from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.worker_limit import ranks_count
 from collector.diagnosis.run.columns import between, floats, host_samples, last, mean, median, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.replay import Prediction, Setting
 
@@ -125,12 +124,12 @@ class LoaderMemory:
         return workers * self.worker.mean_bytes(faster * current.setting.num_workers / workers)
 
 
-def held_memory(tables: RunTables, loop: Loop) -> HeldMemory:
+def held_memory(loop: Loop) -> HeldMemory:
     """Measure the memory of the training process, the loop's workers and its batches."""
-    rows = _samples(tables, loop)
+    rows = _samples(loop)
     mapped = rows["rss"] + _difference(rows, "pss")
     total = mapped.groupby(rows["time"]).sum(min_count=loop.num_workers + 1).sort_index()
-    total += _in_shm(tables, loop, total.index.to_numpy(dtype=float))
+    total += _in_shm(loop, total.index.to_numpy(dtype=float))
     later = len(total) // 2
     private = rows.assign(copied=_difference(rows, "private"))[rows["worker"]]
     private = private.dropna(subset="copied").sort_values("age")
@@ -147,14 +146,14 @@ def held_memory(tables: RunTables, loop: Loop) -> HeldMemory:
     )
 
 
-def loader_memory(tables: RunTables, loop: Loop, current: Prediction) -> LoaderMemory:
+def loader_memory(loop: Loop, current: Prediction) -> LoaderMemory:
     """Measure the memory of the loop's processes, and the headroom; `current` predicts the run's own setting."""
     host = loop.main[0]
     until = loop.batches["time_ns"].iloc[-1]  # later, the loop gives its memory back
-    _, limit = binding_limit(tables, host)
-    samples = host_samples(tables, host)
+    _, limit = binding_limit(loop.tables, host)
+    samples = host_samples(loop.tables, host)
     ran = floats(samples, "time_ns") <= until
-    held, payload = held_memory(tables, loop), _payloads(loop)
+    held, payload = held_memory(loop), _payloads(loop)
     shm_total, shm_used = (last(floats(samples, name)[ran]) for name in ("shm_total_bytes", "shm_used_bytes"))
     return LoaderMemory(
         held=held.usual,
@@ -162,19 +161,19 @@ def loader_memory(tables: RunTables, loop: Loop, current: Prediction) -> LoaderM
         current=current,
         payload=float(np.nan_to_num(mean(payload))),
         largest=float(np.nan_to_num(peak(payload))),
-        room=(FILL_RATIO * limit - last(demand_series(tables, host)[1][ran])) / ranks_count(tables, host),
-        shm_room=(FILL_RATIO * shm_total - shm_used) / ranks_count(tables, host),
+        room=(FILL_RATIO * limit - last(demand_series(loop.tables, host)[1][ran])) / ranks_count(loop.tables, host),
+        shm_room=(FILL_RATIO * shm_total - shm_used) / ranks_count(loop.tables, host),
         step=limit / 100,
     )
 
 
-def _samples(tables: RunTables, loop: Loop) -> pd.DataFrame:
+def _samples(loop: Loop) -> pd.DataFrame:
     """Return the samples of the training process and the workers while all of them lived and batches came; bytes.
 
     A batch that a process has mapped is subtracted: it is in /dev/shm too, and counted there.
     """
     pids = [loop.main[1], *loop.fetches["pid"].unique()]
-    rows = between(tables.stream("process"), *loop.batches["time_ns"].iloc[[0, -1]])
+    rows = between(loop.tables.stream("process"), *loop.batches["time_ns"].iloc[[0, -1]])
     rows = rows[(rows["host"] == loop.main[0]) & rows["process_pid"].isin(pids)]
     rows = rows[np.isfinite(floats(rows, "rss_bytes"))]
     batch = np.minimum(np.nan_to_num(floats(rows, "shm_bytes")), np.nan_to_num(peak(_payloads(loop))))
@@ -207,9 +206,9 @@ def _difference(rows: pd.DataFrame, name: str) -> Floats:
     return difference
 
 
-def _in_shm(tables: RunTables, loop: Loop, times: Floats) -> Floats:
+def _in_shm(loop: Loop, times: Floats) -> Floats:
     """Return the growth of /dev/shm since the loop's first fetch began, up to the size of the loop's batches."""
-    host = tables.stream("host")
+    host = loop.tables.stream("host")
     host = host[host["host"] == loop.main[0]]
     used, at = floats(host, "shm_used_bytes"), floats(host, "time_ns")
     if not len(host):
@@ -218,7 +217,7 @@ def _in_shm(tables: RunTables, loop: Loop, times: Floats) -> Floats:
     before = last(used[at < np.nanmin(floats(first, "time_ns") - floats(first, "getitem_ns"), initial=np.inf)])
     sample = np.maximum(np.searchsorted(at, times, side="right") - 1, 0)
     most = (loop.num_workers * loop.prefetch_factor + 1) * np.nan_to_num(peak(_payloads(loop)))
-    return np.clip(np.nan_to_num(used[sample] - before) / ranks_count(tables, loop.main[0]), 0.0, most)
+    return np.clip(np.nan_to_num(used[sample] - before) / ranks_count(loop.tables, loop.main[0]), 0.0, most)
 
 
 def _payloads(loop: Loop) -> Floats:

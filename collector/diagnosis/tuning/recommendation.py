@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop, loader_setting, loops
+from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.names import loader_name
 from collector.diagnosis.run.columns import between, floats
 from collector.diagnosis.run.tables import RunTables
@@ -43,8 +42,8 @@ class Recommendation:
     best: Option | None = None
     reason: str = ""
 
-    def as_json(self, loader: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON form (docs/report.md); `loader` is the event about the loop's DataLoader."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON form (docs/report.md)."""
         host, pid, start_ticks = self.loop.main
         workers = None if self.setting is None else self.setting.num_workers
         expected = None
@@ -60,7 +59,7 @@ class Recommendation:
             "start_ticks": start_ticks,
             "rank": self.loop.rank,
             "loader": self.loop.loader,
-            "loader_name": loader_name(loader) or None,
+            "loader_name": loader_name(self.loop.setting) or None,
             "num_workers": workers,
             "prefetch_factor": self.setting.prefetch_factor if self.setting is not None and workers else None,
             "is_change": self.best is not None,
@@ -72,7 +71,7 @@ class Recommendation:
 
 def settings_json(tables: RunTables) -> list[dict[str, Any]]:
     """Return the recommendations in their JSON form."""
-    return [one.as_json(loader_setting(tables, one.loop)) for one in recommendations(tables)]
+    return [one.as_json() for one in recommendations(tables)]
 
 
 def recommendations(tables: RunTables) -> list[Recommendation]:
@@ -84,11 +83,11 @@ def recommendations(tables: RunTables) -> list[Recommendation]:
         host, rank_group = loop.main[0], (loop.main[0], loop.loader, setting_of(loop))
         leader = of_ranks.get(rank_group) if loop.rank is not None else None
         if leader is not None:
-            found.append(dataclasses.replace(leader, loop=loop, measured=_measured(tables, loop)))
+            found.append(dataclasses.replace(leader, loop=loop, measured=_measured(loop)))
             continue
         limits = taken.get(host, NO_LIMITS)
         try:
-            one, taken[host] = _recommend(tables, loop, limits)
+            one, taken[host] = _recommend(loop, limits)
         except Exception as error:  # noqa: BLE001
             one = Recommendation(loop=loop, measured=None, reason=f"it failed: {type(error).__name__}: {error}")
         of_ranks[rank_group] = one
@@ -96,17 +95,17 @@ def recommendations(tables: RunTables) -> list[Recommendation]:
     return found
 
 
-def _recommend(tables: RunTables, loop: Loop, taken: Limits) -> tuple[Recommendation, Limits]:
+def _recommend(loop: Loop, taken: Limits) -> tuple[Recommendation, Limits]:
     """Return the recommendation for a loop, and the memory that the loops before it and this one take."""
-    own, measured = setting_of(loop), _measured(tables, loop)
+    own, measured = setting_of(loop), _measured(loop)
     one = Recommendation(loop=loop, measured=measured)
-    if loader_setting(tables, loop).get("iterable"):
+    if loop.setting.get("iterable"):
         reason = "its dataset is iterable, so each worker may have its own part of the samples"
         return dataclasses.replace(one, reason=reason), taken
-    limits = dataclasses.replace(taken, taken_cores=_cores_of_others(tables, loop))
-    outlook = forecast(tables, loop, limits)
+    limits = dataclasses.replace(taken, taken_cores=_cores_of_others(loop))
+    outlook = forecast(loop, limits)
     if isinstance(outlook, Forecast) and not own.num_workers:
-        outlook = _within_memory(tables, loop, limits, outlook)
+        outlook = _within_memory(loop, limits, outlook)
     if isinstance(outlook, str):
         return dataclasses.replace(one, reason=outlook), taken
     if measured is None:
@@ -129,7 +128,7 @@ def _recommend(tables: RunTables, loop: Loop, taken: Limits) -> tuple[Recommenda
     )
 
 
-def _within_memory(tables: RunTables, loop: Loop, limits: Limits, outlook: Forecast) -> Forecast | str:
+def _within_memory(loop: Loop, limits: Limits, outlook: Forecast) -> Forecast | str:
     """Return the forecast for as many workers as fit if each needs as much as the process that it is forked from.
 
     That is the most that a worker can need at its start; the run does not show what it does need.
@@ -141,23 +140,23 @@ def _within_memory(tables: RunTables, loop: Loop, limits: Limits, outlook: Forec
         return "the memory of the training process was not sampled yet"
     if fitting >= outlook.best.setting.num_workers:
         return outlook
-    return forecast(tables, loop, dataclasses.replace(limits, most_workers=max(0, int(fitting))))
+    return forecast(loop, dataclasses.replace(limits, most_workers=max(0, int(fitting))))
 
 
-def _measured(tables: RunTables, loop: Loop) -> float | None:
+def _measured(loop: Loop) -> float | None:
     """Return the measured throughput of a loop, None with too few batches."""
-    measured = calibrate(tables, loop)
+    measured = calibrate(loop)
     if isinstance(measured, str) or len(measured.batches) < LEAST_BATCHES:
         return None
     return measured.batches_per_second
 
 
-def _cores_of_others(tables: RunTables, loop: Loop) -> float:
+def _cores_of_others(loop: Loop) -> float:
     """Return the cores that the workers of other loops of the process use while this one runs."""
     times = floats(loop.batches, "time_ns")
     span_ns = float(times[-1] - times[0])
     spent_ns = 0.0
-    for other in loops(tables):
+    for other in loops(loop.tables):
         if other.main == loop.main and other.loader != loop.loader and other.num_workers:
             spent_ns += float(np.nansum(floats(between(other.fetches, times[0], times[-1]), "cpu_ns")))
     return spent_ns / span_ns if span_ns > 0 else 0.0

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.worker_limit import cores_per_rank
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.tuning.calibration import setting_of
 from collector.diagnosis.tuning.replay import Setting
 from collector.diagnosis.tuning.what_if import MOST_WORKERS, USUAL_PREFETCH, WORTH, Forecast, Option, forecast
@@ -56,11 +55,11 @@ class Plan:
         return next((one for one in (*self.candidates, *last_resort) if _may_gain(one, outcomes)), None)
 
 
-def plan_trials(tables: RunTables, loop: Loop) -> Plan:
+def plan_trials(loop: Loop) -> Plan:
     """Plan trials: by the replay of this run, or with more and with fewer workers if it cannot predict."""
-    outlook = forecast(tables, loop)
+    outlook = forecast(loop)
     own = setting_of(loop)
-    nearby = [Candidate(setting=one) for one in nearby_settings(own, cores_per_rank(tables, loop.main[0]))]
+    nearby = [Candidate(setting=one) for one in nearby_settings(own, cores_per_rank(loop.tables, loop.main[0]))]
     if isinstance(outlook, Forecast):
         smaller = tuple(one for one in nearby if one.setting.num_workers < own.num_workers)
         return Plan(candidates=tuple(_promising(outlook)), smaller=smaller, current=outlook.current)

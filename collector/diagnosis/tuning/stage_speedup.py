@@ -60,12 +60,12 @@ class WaitSummary(TypedDict):
     stages: list[WaitedStage]
 
 
-def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
+def speed_ups(breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
     """Return the speed-up of each stage of the fetches.
 
     There is none where the replay does not match the measured rate, or where instant fetches would gain nothing.
     """
-    calibration = calibrate(tables, breakdown.loop)
+    calibration = calibrate(breakdown.loop)
     if isinstance(calibration, str):
         return {}
     spent = breakdown.fetches[["epoch", "index"]].join(breakdown.stages).drop_duplicates(["epoch", "index"])
@@ -98,14 +98,14 @@ def wait_summaries(tables: RunTables) -> list[WaitSummary]:
 
     Loops that a thread of their own iterates are left out: that thread waits, not the training.
     """
-    breakdowns = [one for one in wait_breakdowns(tables) if not loads_ahead(tables, one.loop)]
+    breakdowns = [one for one in wait_breakdowns(tables) if not loads_ahead(one.loop)]
     breakdowns.sort(key=lambda breakdown: -breakdown.wait_seconds)
-    return [summarize_waits(tables, breakdown) for breakdown in breakdowns]
+    return [summarize_waits(breakdown) for breakdown in breakdowns]
 
 
-def summarize_waits(tables: RunTables, breakdown: WaitBreakdown) -> WaitSummary:
+def summarize_waits(breakdown: WaitBreakdown) -> WaitSummary:
     """Return the waits of one loop in plain values for the report, with speed-ups if the loop waits much."""
-    gains = speed_ups(tables, breakdown) if breakdown.wait_ratio >= HEALTHY_WAIT_RATIO else {}
+    gains = speed_ups(breakdown) if breakdown.wait_ratio >= HEALTHY_WAIT_RATIO else {}
     return {
         "rank": breakdown.loop.rank,
         "loader": breakdown.loop.loader,

@@ -14,7 +14,6 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.worker_limit import cores_per_rank
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.tuning.calibration import Calibration, calibrate
 from collector.diagnosis.tuning.loader_memory import LoaderMemory, loader_memory
 from collector.diagnosis.tuning.replay import Prediction, Setting, Trace, predict, throughputs
@@ -143,12 +142,12 @@ def option_text(option: Option, per_batch: float = 1.0, unit: str = "batches/s")
     return f"{words}; `tidegauge tune -- COMMAND` measures which"
 
 
-def forecast(tables: RunTables, loop: Loop, limits: Limits = NO_LIMITS) -> Forecast | str:
+def forecast(loop: Loop, limits: Limits = NO_LIMITS) -> Forecast | str:
     """Return the forecast for this loop, or the reason why there is none, in words."""
-    measured = calibrate(tables, loop)
+    measured = calibrate(loop)
     if isinstance(measured, str):
         return measured
-    cores = cores_per_rank(tables, loop.main[0])
+    cores = cores_per_rank(loop.tables, loop.main[0])
     settings = [
         setting
         for setting in _grid(measured, cores)
@@ -163,7 +162,7 @@ def forecast(tables: RunTables, loop: Loop, limits: Limits = NO_LIMITS) -> Forec
             f"where {number(measured.batches_per_second)} were measured, so something other "
             "than fetching and computing takes time"
         )
-    memory = loader_memory(tables, loop, current)
+    memory = loader_memory(loop, current)
     memory = dataclasses.replace(
         memory, room=memory.room - limits.taken_bytes, shm_room=memory.shm_room - limits.taken_shm_bytes
     )

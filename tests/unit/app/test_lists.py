@@ -35,6 +35,7 @@ def test_a_kind_of_finding_has_a_section_and_a_page_that_shows_it(kind):
     evidence = measurements(1, "run", first_count=1, second_count=1)
     finding = Finding(kind=kind, severity="warning", confidence=1.0, summary="", evidence=evidence)
     assert has_finding(evidence_page(finding), finding)
+    assert {page.path for page in PAGES} >= set(KINDS[kind].pages)
 
 
 @pytest.mark.parametrize("kind", KINDS)

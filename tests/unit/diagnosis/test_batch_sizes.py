@@ -105,7 +105,7 @@ def test_memory_shared_with_workers_is_not_counted_twice():
     sample_host(script, seconds, demand=pss + 2**30, total=10 * 2**30)
     tables = script.tables()
     [loop] = loops(tables)
-    found = batch_size_run(tables, loop)
+    found = batch_size_run(loop)
     assert found.memory_bytes == 500 * MIB
     assert found.room_bytes == pytest.approx(9 * 2**30 - 2**30 - 900 * MIB)
     assert (found.resource, round(found.samples_per_second / found.batch_size)) == ("host memory", 10)
@@ -115,7 +115,7 @@ def test_room_is_the_share_of_the_device_that_the_process_may_use():
     """It may use 30 % of 2 GiB."""
     tables = recorded("share-met")
     [loop] = loops(tables)
-    assert 0.9 * 0.3 * 2**31 < batch_size_run(tables, loop).room_bytes < 0.3 * 2**31
+    assert 0.9 * 0.3 * 2**31 < batch_size_run(loop).room_bytes < 0.3 * 2**31
 
 
 @pytest.mark.parametrize(

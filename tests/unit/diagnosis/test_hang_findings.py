@@ -21,7 +21,7 @@ from stack_events import (
     process,
 )
 
-from collector.diagnosis.deaths import find_hangs
+from collector.diagnosis.deaths.hang import find_hangs
 
 OTHER_RANK = ("node", 200, 5100)
 

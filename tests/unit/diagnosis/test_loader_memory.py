@@ -47,13 +47,13 @@ def simulate_training(*, workers=2, prefetch=2, fetch=0.06, payload=0, private=1
 def predicted_memory(script, workers, prefetch):
     """Return the usual and most memory predicted from a run for another setting, MiB."""
     tables = script.tables()
-    (option,) = forecast(tables, loops(tables)[0]).at([Setting(num_workers=workers, prefetch_factor=prefetch)])
+    (option,) = forecast(loops(tables)[0]).at([Setting(num_workers=workers, prefetch_factor=prefetch)])
     return option.memory_bytes / MIB, option.most_bytes / MIB
 
 
 def measured_memory(script):
     tables = script.tables()
-    return held_memory(tables, loops(tables)[0]).usual / MIB
+    return held_memory(loops(tables)[0]).usual / MIB
 
 
 def test_shared_memory_is_counted_once():

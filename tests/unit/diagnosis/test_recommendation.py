@@ -71,11 +71,11 @@ def test_unknown_memory_of_the_training_gives_no_first_workers():
 def test_memory_and_workers_that_others_take_are_left_out():
     tables = simulate_training(workers=1, fetch=0.1).tables()
     (loop,) = loops(tables)
-    free = forecast(tables, loop)
+    free = forecast(loop)
     assert free.best.setting.num_workers > 2
-    taken = forecast(tables, loop, Limits(taken_bytes=free.memory.room))
+    taken = forecast(loop, Limits(taken_bytes=free.memory.room))
     assert not any(option.fits for option in taken.options if option.setting.num_workers > 1)
-    few = forecast(tables, loop, Limits(most_workers=2))
+    few = forecast(loop, Limits(most_workers=2))
     assert max(option.setting.num_workers for option in few.options) == 2
 
 

@@ -208,7 +208,7 @@ def test_held_batches_equal_those_of_an_event_driven_simulation(workers, prefetc
 
 def outlook(script, **more):
     tables = script.tables()
-    return forecast(tables, loops(tables)[0], **more)
+    return forecast(loops(tables)[0], **more)
 
 
 RUN = {"service": jittered(0.06, 0.5), "consumer": jittered(0.01), "batches": 600}
@@ -221,7 +221,7 @@ def test_one_run_predicts_other_settings(workers, prefetch, in_order):
     options = {(option.setting.num_workers, option.setting.prefetch_factor): option for option in found.options}
     for workers, prefetch in ((1, 2), (4, 1), (6, 4), (8, 2)):
         tables = simulate(workers=workers, prefetch=prefetch, in_order=in_order, seed=3, **RUN).tables()
-        there = calibrate(tables, loops(tables)[0]).batches_per_second
+        there = calibrate(loops(tables)[0]).batches_per_second
         option = options[workers, prefetch]
         assert option.low < there < option.high
         assert option.batches_per_second == pytest.approx(there, rel=0.08)
@@ -366,7 +366,7 @@ def test_batches_in_queues_count_as_held_memory():
     shm_mib = np.array([10, 10, 110, 1010, 60])  # 1 GB is not this loader's
     script.parts["host"][-1]["shm_used_bytes"] = shm_mib * MIB
     tables = script.tables()
-    found = held_memory(tables, loops(tables)[0])
+    found = held_memory(loops(tables)[0])
     assert found.most == (1024 + 2 * 200 + 5 * 50) * MIB  # of 1 GB, what five batches are
     assert found.usual == (1024 + 2 * 200 + 150) * MIB
 

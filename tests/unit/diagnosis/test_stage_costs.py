@@ -33,7 +33,7 @@ def in_stages(script, share=0.5):
 
 def costs(tables):
     (loop,) = recent_loops(tables)
-    return cost_per_stage(tables, loop).set_index("stage")
+    return cost_per_stage(loop).set_index("stage")
 
 
 def test_stages_of_a_fetch_add_up_and_loop_stages_are_separate():

@@ -99,4 +99,4 @@ def test_the_replay_leads_where_it_predicts():
 def plan_of(*, workers, batches):
     script = simulate(workers=workers, prefetch=2, service=jittered(0.04), consumer=jittered(0.01), batches=batches)
     tables = script.tables()
-    return plan_trials(tables, loops(tables)[0])
+    return plan_trials(loops(tables)[0])

@@ -10,7 +10,7 @@ from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, sample
 
 from collector.diagnosis import verdict as verdict_module
 from collector.diagnosis.verdict import diagnose
-from collector.findings import as_json, from_json
+from collector.findings import KINDS, as_json, from_json
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
 
 
@@ -54,6 +54,11 @@ def test_verdict_has_the_figures_of_the_run():
     assert throughput["steps_per_second"] == pytest.approx(50, rel=0.05)
     assert 0 <= verdict.summary["data_wait_ratio"] < 0.02
     assert verdict.duration_seconds == pytest.approx(script.now_seconds - START_SECONDS - 0.1)
+
+
+def test_each_check_that_a_kind_of_finding_fails_is_made():
+    made = {check.name for check in diagnose(Script().tables()).checks}
+    assert made == {check for kind in KINDS.values() for check in kind.checks}
 
 
 def test_verdict_is_json_and_reproducible():

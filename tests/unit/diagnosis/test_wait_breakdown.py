@@ -184,7 +184,7 @@ def test_only_time_with_complete_records_counts():
 def test_target_per_batch_removes_the_wait():
     """The stage at the length that the table names, in another simulation: the loop no longer waits."""
     script = in_stages(simulate(collate_share=0.0, **SLOW), decode=0.7, read=0.1)
-    gains = speed_ups(script.tables(), only_breakdown(script))
+    gains = speed_ups(only_breakdown(script))
     assert gains["decode"]["batch_seconds"] == pytest.approx(0.042, rel=0.05)
     shorter = 0.06 - gains["decode"]["batch_seconds"] + gains["decode"]["enough_seconds"]
     assert only_breakdown(simulate(**{**SLOW, "service": jittered(shorter)})).wait_ratio < 0.06
@@ -204,7 +204,7 @@ def test_no_stage_is_the_target_of_waits_that_no_stage_causes():
         batches["blocked_ns"] = batches["wait_ns"]
     for steps in script.parts["step"]:
         steps["data_wait_ns"] += 0.8e6
-    assert speed_ups(script.tables(), only_breakdown(script)) == {}
+    assert speed_ups(only_breakdown(script)) == {}
 
 
 def test_longest_waiting_loop_is_first_in_the_summaries():

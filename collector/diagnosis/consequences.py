@@ -1,0 +1,136 @@
+"""Find out which findings follow from another one of the same run: they are dropped, or name their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from collector.diagnosis.deaths.catalogue import FIX_LEAK
+from collector.diagnosis.memory.leak import CONFIRMED
+from collector.findings import Finding
+
+#: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
+#: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
+#: training.
+_HOST_BYTES_PER_TENSOR = 32 * 1024
+#: Findings that batches from workers cause if a training process keeps them, by themselves or with their graph.
+_OF_SHARED_MEMORY = ("shm-leak", "shm-exhaustion-risk")
+_OF_DESCRIPTORS = ("fd-leak", "fd-exhaustion-risk")
+#: Forecast -> the death that meets its limit.
+_DEATHS = {"gpu-oom-risk": "cuda-oom", "host-oom-risk": "host-oom-kill"}
+
+
+def without_consequences(findings: list[Finding]) -> list[Finding]:
+    """Return the findings without those that follow from another one; some stay and name it."""
+    seen = (_unless_consequence(finding, findings) for finding in findings)
+    return [_with_fix_of_leak(finding, findings) for finding in seen if finding is not None]
+
+
+def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | None:
+    """Return a finding, as information or with its cause if it follows from another one; None if it is dropped.
+
+    The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
+    with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
+    dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
+    or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
+    stay. A forecast of growth by what the optimizers keep becomes information.
+    """
+    is_leak = finding.kind == "main-heap-leak"
+    is_doubt = finding.kind == "cannot-tell" and finding.rate is not None
+    is_small = finding.locus.role == "main" and (is_doubt or finding.kind == "bounded-growth")
+    is_of_heap = is_small or is_leak
+    if is_of_heap and _is_pinned_cache(findings, finding):
+        return None
+    goes_with_tensors = is_of_heap and _goes_with_tensors(findings, finding)
+    if (is_small and goes_with_tensors) or _is_met(findings, finding):
+        return None
+    if goes_with_tensors:
+        return _consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU")
+    if cause := _keeper(findings, finding):
+        return _consequence(finding, cause, "what the training process keeps")
+    if _ends_with_optimizers(findings, finding):
+        told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
+        return replace(finding, severity="info", summary=told)
+    return finding
+
+
+def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
+    """Return a finding as one that follows from another one; a leak is information then, and a forecast stays."""
+    return replace(
+        finding,
+        severity="info" if finding.group == "memory leak" else finding.severity,
+        summary=f"{finding.summary} It grows with {grows_with}: fix {cause} first.",
+        consequence_of=cause,
+    )
+
+
+def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
+    """Return the kind of the finding that names what keeps the batches behind this one; None if it does itself."""
+    is_of_files = of_batches.kind in _OF_DESCRIPTORS and of_batches.value_of("process_shm_rise_bytes") is not None
+    if of_batches.locus.role != "main" or not (is_of_files or of_batches.kind in _OF_SHARED_MEMORY):
+        return None
+    causes = ("main-heap-leak",) if is_of_files else ("main-heap-leak", "fd-leak")
+    for kind in causes:
+        for cause in _in_same_process(findings, kind, of_batches):
+            is_of_batches = kind != "fd-leak" or cause.value_of("process_shm_rise_bytes") is not None
+            if cause.severity != "info" and is_of_batches:
+                return kind
+    return None
+
+
+def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:
+    """Return whether a forecast is of growth that ends when each parameter has its gradient and state."""
+    if risk.kind not in ("gpu-oom-risk", "host-oom-risk") or risk.rate is None:
+        return False
+    place, least = (risk.locus.host, risk.locus.device), CONFIRMED * risk.rate.value
+    kept = (finding for finding in findings if finding.value_of("optimizer_rise_bytes") is not None)
+    return any(
+        (each.locus.host, each.locus.device) == place and each.rate is not None and each.rate.value >= least
+        for each in kept
+    )
+
+
+def _is_pinned_cache(findings: list[Finding], leak: Finding) -> bool:
+    caches = _in_same_process(findings, "pinned-cache-growth", leak)
+    return any(c.rate and leak.rate and c.rate.value >= CONFIRMED * leak.rate.value for c in caches)
+
+
+def _goes_with_tensors(findings: list[Finding], leak: Finding) -> bool:
+    rise_bytes = next(iter(rises_bytes(leak)), 0.0)
+    counts = (
+        tensors.value_of("allocation_rise_count") for tensors in _in_same_process(findings, "gpu-tensor-leak", leak)
+    )
+    return any(count and rise_bytes <= _HOST_BYTES_PER_TENSOR * count for count in counts)
+
+
+def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Iterator[Finding]:
+    place = like.locus.host, like.locus.pid
+    return (
+        finding for finding in findings if finding.kind == kind and (finding.locus.host, finding.locus.pid) == place
+    )
+
+
+def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
+    """Return a kill for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
+    if death.kind != "host-oom-kill":
+        return death
+    at = death.locus
+    places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
+    leaks = (finding for finding in findings if finding.locus in places and finding.group == "memory leak")
+    advice = tuple(
+        replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
+    )
+    return replace(death, advice=(*advice[:1], *death.advice))
+
+
+def _is_met(findings: list[Finding], risk: Finding) -> bool:
+    """Return True if a finding is about a limit, and the training died of it."""
+    is_doubt = risk.kind == "cannot-tell" and risk.value_of("alloc_retry_steps_count") is not None
+    place, kind = (risk.locus.host, risk.locus.device), "cuda-oom" if is_doubt else _DEATHS.get(risk.kind)
+    deaths = (finding for finding in findings if finding.kind == kind and finding.severity == "critical")
+    return any((death.locus.host, death.locus.device) == place for death in deaths)
+
+
+def rises_bytes(finding: Finding) -> list[float]:
+    """Return the rises in bytes that a finding has as evidence."""
+    return [float(item.value) for item in finding.evidence if item.name.endswith("_rise_bytes")]
