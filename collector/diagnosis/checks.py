@@ -25,7 +25,7 @@ def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ..
 
 
 def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
-    found = [finding for finding in findings if name in KINDS[finding.kind].checks]
+    found = [finding for finding in findings if _leads_to(name, finding)]
     if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
     suspects = [finding for finding in findings if name in KINDS[finding.suspected].checks and finding not in found]
@@ -35,6 +35,12 @@ def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
     elif suspects:
         obstacle = obstacle or "not known for each loader"
     return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
+
+
+def _leads_to(name: str, finding: Finding) -> bool:
+    """Return whether a check leads to a finding; that on data loading leads to a worker that hangs, too."""
+    is_of_worker = finding.kind == "hang" and finding.locus.role == "worker"
+    return name in KINDS[finding.kind].checks or (is_of_worker and name == "data loading")
 
 
 def _end(tables: RunTables) -> str:
@@ -63,9 +69,11 @@ def _processes(tables: RunTables) -> str:
 
 def _workers(tables: RunTables) -> str:
     rows = worker_samples(tables)
-    if rows.empty:
+    if rows.empty and not tables.events_of("worker-start"):
         return "no workers"
-    return _too_few(max(len(of_one) for _, of_one in by_process(rows)), MIN_POINTS, "samples of a worker")
+    return _too_few(
+        max((len(of_one) for _, of_one in by_process(rows)), default=0), MIN_POINTS, "samples of a worker"
+    )
 
 
 def _devices(tables: RunTables) -> str:

@@ -22,6 +22,7 @@ from stack_events import (
 )
 
 from collector.diagnosis.deaths.hang import find_hangs
+from collector.diagnosis.verdict import diagnose
 
 OTHER_RANK = ("node", 200, 5100)
 
@@ -74,6 +75,12 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert "Files.__getitem__, dataset.py:41" in finding.summary
     assert finding.since_step == 9
     assert advice in finding.advice[0].text
+
+
+def test_data_loading_is_not_called_fine_where_a_worker_hangs():
+    script = stacks(training(batches=100), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    statuses = {check.name: check.status for check in diagnose(script.tables()).checks}
+    assert statuses["data loading"] == statuses["how the run ended"] == "finding"
 
 
 def test_a_dump_that_failed_does_not_hide_the_culprit():

@@ -231,3 +231,10 @@ def test_pages_that_a_fork_shares_count_once_in_the_peak(before, highest):
         none = [nan] * len(times)
         sample_process(script, times, key, role, private=none, rss=none, pss_bytes=pss)
     assert diagnose(script.tables()).summary["peak"]["run_pss_bytes"] == highest
+
+
+def test_a_run_too_short_to_sample_its_workers_is_not_said_to_have_none():
+    run = simulate(workers=1, prefetch=2, service=jittered(0.01), consumer=jittered(0.02), batches=60)
+    (check,) = [one for one in diagnose(run.tables()).checks if one.name == "workers' memory"]
+    assert check.status == "not judged"
+    assert "no workers" not in check.reason
