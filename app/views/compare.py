@@ -19,7 +19,7 @@ from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from collector import report
 from collector.store import queries
-from collector.units import MISSING, number
+from collector.units import MISSING, number, percent
 
 NO_OTHER = Note(
     "No other run is chosen above. Record one with a change, and a tag that names it:",
@@ -52,8 +52,8 @@ def _deltas(moment: Moment) -> Iterator[Block]:
         columns[run.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     caption = (
-        f"In brackets: difference from the baseline {baseline.run_id}, and n, the number of steps, batches or "
-        "samples. Step times and rates are over the chosen window, the others over the whole run."
+        "In brackets: change against the baseline, and n, the number of steps, batches or samples. Step times and "
+        "rates are over the chosen window, the others over the whole run."
     )
     yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
 
@@ -150,8 +150,8 @@ def _difference(run: Moment, baseline: Moment) -> str:
     parts = []
     for name, (more, less, same) in {**speed, **_MEMORY}.items():
         if (ratio := report.change_ratio(values[name], first[name])) is not None:
-            change = round(ratio, 3)
-            parts.append(f"{abs(change):,.1%} {more if change > 0 else less}" if change else same)
+            change = percent(abs(ratio))
+            parts.append(f"{change} {more if ratio > 0 else less}" if round(ratio, 3) else same)
         elif name in _RATE:
             parts.append("no samples per second to compare")
     return f"{unlike} has {', '.join(parts) or 'no figure that was measured in both'}"

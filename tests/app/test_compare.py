@@ -109,8 +109,8 @@ def test_answer_compares_samples_where_steps_differ_in_size(record, compare):
     at = compare(small, large, quick, twin)
     of_small, of_quick, of_twin = answer(at).split("; ")
     assert of_small.startswith(f"Against the baseline {large}, {small} (4 samples per step, there 64) has ")
-    assert "87.5% fewer samples per second" in of_small
-    assert of_quick.startswith(f"{quick} has 100.0% more samples per second, ")
+    assert "88% fewer samples per second" in of_small
+    assert of_quick.startswith(f"{quick} has 100% more samples per second, ")
     assert of_twin == f"{twin} has as many samples per second, as much host memory."
     assert "per step," not in answer(at).replace("samples per step,", "")
     assert f"batches of {small} have a different number of samples than" in texts(at).replace("\\", "")
@@ -119,14 +119,13 @@ def test_answer_compares_samples_where_steps_differ_in_size(record, compare):
 def test_table_and_answer_have_the_same_baseline_and_sign(record, compare):
     slow_run, quick = record(replace(SHORT, step_ms=200.0), samples(64)), record(SHORT, samples(64))
     at = compare(quick, slow_run)
-    assert answer(at).startswith(f"Against the baseline {slow_run}, {quick} has 100.0% more samples per second, ")
+    assert answer(at).startswith(f"Against the baseline {slow_run}, {quick} has 100% more samples per second, ")
     table = at.dataframe[0].value.set_index("Figure")
     assert list(table.columns) == [f"{slow_run} (baseline)", quick]
-    assert "(+100.0%, n = " in table.loc["Samples per second", quick]
+    assert "(+100%, n = " in table.loc["Samples per second", quick]
     assert "%" not in table.loc["Samples per second", f"{slow_run} (baseline)"]
-    assert f"difference from the baseline {slow_run}" in texts(at).replace("\\", "")
     at = compare(slow_run, quick)
-    assert answer(at).startswith(f"Against the baseline {quick}, {slow_run} has 50.0% fewer samples per second, ")
+    assert answer(at).startswith(f"Against the baseline {quick}, {slow_run} has 50% fewer samples per second, ")
 
 
 def test_steps_of_several_batches_are_compared_by_samples(record, compare):
@@ -155,7 +154,7 @@ def test_every_figure_shows_its_sample_count(record, compare, tmp_path):
     assert table.loc["Peak GPU allocated", run].endswith(f"(n = {len(recorded(run).streams['device_memory'])})")
     assert table.loc["Peak GPU allocated", baseline] == "—"
     # main and two workers each half a second
-    assert table.loc["Peak host memory (PSS)", baseline].endswith("n = 36)")
+    assert table.loc["Peak host memory", baseline].endswith("n = 36)")
     assert table.loc["Peak /dev/shm", baseline].endswith("n = 12)")
 
 
