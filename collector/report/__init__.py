@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         baseline_words as baseline_words,
         change_ratio as change_ratio,
         differences as differences,
+        headings as headings,
         measures as measures,
         settings as settings,
         words as words,
@@ -77,7 +78,16 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "command_identity": ("Command",),
-    "comparison": ("Measure", "baseline_words", "change_ratio", "differences", "measures", "settings", "words"),
+    "comparison": (
+        "Measure",
+        "baseline_words",
+        "change_ratio",
+        "differences",
+        "headings",
+        "measures",
+        "settings",
+        "words",
+    ),
     "history": (
         "FindingHistory",
         "History",
