@@ -28,6 +28,8 @@ _SEVERITY = {
 _PAGES = {page.path: page for page in pages.PAGES}
 #: Characters that a formula of a spreadsheet begins with.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+#: Characters of a value that a narrow table does not break.
+_LONGEST_UNBROKEN = 30
 #: Rows above which a table scrolls.
 _MAX_UNSCROLLED_ROWS = 20
 #: Parameter of the address: the time that charts zoom to, `12-33` in seconds.
@@ -296,7 +298,9 @@ def _facts_table(block: Facts) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Return a text that a narrow table breaks after a comma only."""
+    """Return a text that a narrow table breaks after a comma only, unless it is a sentence."""
+    if len(text) > _LONGEST_UNBROKEN:
+        return text
     return text.replace(" ", "\u00a0").replace(",\u00a0", ", ").replace("-", "\u2011")
 
 

@@ -20,14 +20,14 @@ _MAX_LINE_POINTS = 16
 _MAX_CACHED = 8
 
 
-def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str) -> None:
+def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str, first: str) -> None:
     """Draw the sliders, and below them the throughput, waiting and host memory of the chosen setting.
 
-    `of` names the rank (` of rank 1`); it is empty without ranks.
+    `of` names the rank (` of rank 1`); it is empty without ranks. `first` says what to change before the setting.
     """
     own, start, most = outlook.measured.setting, _start(outlook), _most_workers(outlook)
     st.subheader(_QUESTION, anchor=False)
-    st.caption(f"{_source(of)} {_begin(outlook)}")
+    st.caption(" ".join(filter(None, (first, _begin(outlook, is_first=not first), _source(of)))))
     with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
         workers = st.slider("num_workers", 1, most, start.num_workers, key=f"{key}-workers", width=320)
         depth = max(_MIN_PREFETCH_RANGE, own.prefetch_factor)
@@ -83,10 +83,11 @@ def _predicted(
     return Metrics(items=_metrics(outlook, chosen, of)), by_workers, front
 
 
-def _begin(outlook: Forecast) -> str:
-    """Return the initial setting as a sentence."""
+def _begin(outlook: Forecast, *, is_first: bool) -> str:
+    """Return the initial setting as a sentence; it is recommended if nothing else has to change first."""
     if outlook.best is not None:
-        return f"The sliders start at the recommended setting: {figures.words(outlook.best.setting)}."
+        which = "recommended setting" if is_first else "best predicted setting"
+        return f"The sliders start at the {which}: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
     return f"No better setting was found: the sliders start at {start}."
 

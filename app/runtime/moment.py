@@ -23,6 +23,7 @@ from collector.diagnosis import Verdict
 from collector.findings import KINDS, Finding
 from collector.store import Run, queries
 from collector.store.queries import Extent, Queryable, Span, Window
+from collector.units import MISSING
 
 Value = TypeVar("Value")
 #: Window -> its name, in the address too.
@@ -109,8 +110,13 @@ class Moment:
         return near if len(near) else read(self.span)
 
     def table(self, name: str, caption: str, columns: Any) -> Table:
-        """Return a table of columns of texts, or of rows, which is downloaded under the run's name and its own."""
-        return Table(frame=pd.DataFrame(columns), caption=caption, download=f"{self.run_id}-{name}")
+        """Return a table of columns of texts, or of rows, which is downloaded under the run's name and its own.
+
+        A column without any value is left out.
+        """
+        frame = pd.DataFrame(columns)
+        known = frame if frame.empty else frame.loc[:, (frame != MISSING).any()]
+        return Table(frame=known, caption=caption, download=f"{self.run_id}-{name}")
 
     def once(self, name: Hashable, compute: Callable[[], Value]) -> Value:
         """Return a value that several panels need, computed at the first call."""

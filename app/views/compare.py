@@ -19,7 +19,7 @@ from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from collector import report
 from collector.store import queries
-from collector.units import MISSING, number
+from collector.units import MISSING, number, percent
 
 NO_OTHER = Note(
     "No other run is chosen above. Record one with a change, and a tag that names it:",
@@ -39,6 +39,11 @@ def _runs(moment: Moment) -> tuple[Moment, ...]:
     return baseline, moment, *rest
 
 
+def _names(moment: Moment) -> list[str]:
+    """Return the name of each run: the page has no room for ids, which are above it."""
+    return report.headings([run.run_id for run in _runs(moment)], short=True)
+
+
 def _deltas(moment: Moment) -> Iterator[Block]:
     """List the figures of each run, and their difference from the baseline's."""
     if not moment.others:
@@ -46,14 +51,15 @@ def _deltas(moment: Moment) -> Iterator[Block]:
         return
     baseline, *runs = _runs(moment)
     first = _measures(baseline)
-    columns = {report.baseline_words(baseline.run_id): [report.words(measure) for measure in first.values()]}
-    for run in runs:
+    name, *names = _names(moment)
+    columns = {report.baseline_words(name): [report.words(measure) for measure in first.values()]}
+    for run, name in zip(runs, names, strict=True):
         measured = _measures(run)
-        columns[run.run_id] = [report.words(measured[name], first[name]) for name in first]
+        columns[name] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     caption = (
-        f"In brackets: difference from the baseline {baseline.run_id}, and n, the number of steps, batches or "
-        "samples. Step times and rates are over the chosen window, the others over the whole run."
+        "In brackets: change against the baseline, and n, the number of steps, batches or samples. Step times and "
+        "rates are over the chosen window, the others over the whole run."
     )
     yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
 
@@ -61,21 +67,23 @@ def _deltas(moment: Moment) -> Iterator[Block]:
 def _unlike_settings(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
-    runs = {run.run_id: _settings(run) for run in _runs(moment)}
-    unlike = report.differences(runs.values())
+    unlike = report.differences(map(_settings, _runs(moment)))
     if cautions := list(_cautions(moment, unlike)):
         yield Note(" ".join(cautions), icon=":material/balance:")
     if not unlike:
         yield Note("No recorded setting differs: command, versions, loaders and host are the same.")
         return
-    columns = {name: [values[position] for values in unlike.values()] for position, name in enumerate(runs)}
+    columns = {
+        name: [values[position] for values in unlike.values()] for position, name in enumerate(_names(moment))
+    }
     yield moment.table("settings", "The settings that differ.", {"Setting": list(unlike), **columns})
 
 
 def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield sentences about figures that cannot be compared directly."""
     baseline, *others = _runs(moment)
-    runs = [run.run_id for run in others if _unlike_steps(run, baseline)]
+    names = _names(moment)[1:]
+    runs = [name for run, name in zip(others, names, strict=True) if _unlike_steps(run, baseline)]
     if runs:
         yield (
             f"Steps or batches of {', '.join(runs)} have a different number of samples than those of the baseline: "
@@ -92,10 +100,10 @@ def _step_times(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     curves = {}
-    for run in _runs(moment):
+    for run, name in zip(_runs(moment), _names(moment), strict=True):
         rows = queries.steps(run.snapshot, run.span)
         if not rows.empty:
-            curves[run.run_id] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
+            curves[name] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
     if len(curves) > 1:
         yield steps.step_times(curves, moment.theme, axis=moment.axis)
 
@@ -105,13 +113,13 @@ def _host_memory(moment: Moment) -> Iterator[Block]:
         return
     curves: dict[str, pd.DataFrame] = {}
     metrics = set()
-    for run in _runs(moment):
+    for run, name in zip(_runs(moment), _names(moment), strict=True):
         metric = queries.process_metric(run.snapshot, run.span, "pss_bytes")
         if metric is not None:
             grid = queries.memory_by_role(run.snapshot, run.span, metric)
             total = grid.drop(columns="elapsed_seconds").sum(axis=1)
             x = _to_chosen_axis(run, "elapsed", grid["elapsed_seconds"])
-            curves[run.run_id] = pd.DataFrame({"elapsed_seconds": x, "value": total})
+            curves[name] = pd.DataFrame({"elapsed_seconds": x, "value": total})
             metrics.add(METRIC_WORDS[metric])
     if len(curves) > 1:
         word = " or ".join(sorted(metrics))
@@ -133,9 +141,9 @@ def _settings(moment: Moment) -> dict[str, str]:
 def _answer(moment: Moment) -> str:
     if not moment.others:
         return ""
-    baseline, *runs = _runs(moment)
-    clauses = "; ".join(f"{run.run_id}{_difference(run, baseline)}" for run in runs)
-    return f"Against the baseline {baseline.run_id}, {clauses}."
+    (baseline, *runs), (first, *names) = _runs(moment), _names(moment)
+    clauses = "; ".join(f"{name}{_difference(run, baseline)}" for run, name in zip(runs, names, strict=True))
+    return f"Against the baseline {first}, {clauses}."
 
 
 def _difference(run: Moment, baseline: Moment) -> str:
@@ -150,8 +158,8 @@ def _difference(run: Moment, baseline: Moment) -> str:
     parts = []
     for name, (more, less, same) in {**speed, **_MEMORY}.items():
         if (ratio := report.change_ratio(values[name], first[name])) is not None:
-            change = round(ratio, 3)
-            parts.append(f"{abs(change):,.1%} {more if change > 0 else less}" if change else same)
+            change = percent(abs(ratio))
+            parts.append(f"{change} {more if ratio > 0 else less}" if round(ratio, 3) else same)
         elif name in _RATE:
             parts.append("no samples per second to compare")
     return f"{unlike} has {', '.join(parts) or 'no figure that was measured in both'}"

@@ -65,9 +65,12 @@ def _table(moment: Moment) -> Iterator[Block]:
         return
     alive = "alive" if moment.is_running else MISSING
     rows = rows.sort_values(["private_dirty_slope", "rss_slope"], ascending=False, na_position="last").head(50)
+    has_slope = rows[["private_dirty_slope", "rss_slope"]].notna().any(axis=None)
     caption = (
         f"Slope: least squares over n samples {_slope_window(moment)}; {MISSING} for fewer than {MIN_POINTS}. "
         "RSS is blind to copy-on-read growth. Other columns: last values."
+        if has_slope
+        else f"Last values. No slope yet: it needs {MIN_POINTS} samples from the first step on."
     )
     yield moment.table(
         "processes",

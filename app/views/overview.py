@@ -149,11 +149,6 @@ def _ranks(moment: Moment) -> Iterator[Block]:
     )
 
 
-def _no_gpu(moment: Moment) -> Iterator[Block]:
-    if queries.devices(moment.snapshot).empty:
-        yield Note("CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
-
-
 def _memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
     """Return (metric, bytes by role over time), on the host that came nearest to its limit if there are several."""
     return moment.once("memory by role", lambda: _read_memory_by_role(moment))
@@ -254,7 +249,6 @@ VIEW = View(
         (Panel("Decisive chart", _decisive_chart),),
         (Panel("Second chart", _second_chart, turn=1),),
         (Panel("Host memory in numbers", _roles), Panel("Steps in numbers", _ranks, turn=1)),
-        (Panel("GPU", _no_gpu),),
         (Panel("Checks", _checks),),
     ),
 )

@@ -67,11 +67,11 @@ def _table(moment: Moment) -> Iterator[Block]:
         return
     rows = rows.sort_values(["in_fetch", "total_seconds"], ascending=False, na_position="last")
     total_seconds = stall["wait_seconds"]
+    target = " Target per batch: the time at which training hardly waits; — if this stage alone is not enough."
     yield moment.table(
         "stages",
-        f"{_scope(stall)} Wait: time that training waited while the awaited worker did this. "
-        "Target per batch: the time at which training hardly waits; —: this stage alone is not enough, or it is "
-        "not known.",
+        f"{_scope(stall)} Wait: time that training waited while the awaited worker did this."
+        f"{target if rows['enough_seconds'].notna().any() else ''}",
         {
             "Stage": [report.part(name) for name in rows["stage"]],
             "Where": [_where(row) for row in rows.itertuples()],

@@ -44,19 +44,14 @@ def _facts(moment: Moment) -> Iterator[Block]:
     verdict = moment.verdict
     if verdict is None:
         return
-    ended = MISSING if verdict.exit_status is None else report.exit_words(verdict.exit_status)
-    last = (
-        [Metric("So far", duration(verdict.duration_seconds), "Time since the start of the run")]
+    label, meaning = (
+        ("So far", "Time since the start of the run")
         if _goes_on(moment)
-        else [
-            Metric("Ended with", ended, "Exit status or signal of the command"),
-            Metric("Duration", duration(verdict.duration_seconds), "Time from the start of the run to its end"),
-        ]
+        else ("Duration", "Time from the start of the run to its end")
     )
     yield Metrics(
         items=[
-            Metric("Status", verdict.status, "State of the command and of the training under it"),
-            *last,
+            Metric(label, duration(verdict.duration_seconds), meaning),
             Metric("Steps", number(verdict.steps), "Optimizer steps of the last attempt"),
             Metric("Attempts", number(verdict.attempts), "Number of times that the launcher started the ranks"),
         ]
@@ -67,10 +62,11 @@ def _traceback(moment: Moment) -> Iterator[Block]:
     """Show the end of the traceback of the exception that ended the run."""
     crashed = {finding.locus.pid for finding in moment.findings if finding.kind == "crashed"}
     events = queries.events(moment.snapshot, "exception") if crashed else pd.DataFrame()
-    bodies = [json.loads(body) for body in events.get("body", [])]
-    event = next((body for body in bodies if body.get("pid") in crashed and body.get("traceback")), None)
-    if event is not None:
-        yield Listing(f"Traceback of process {event['pid']}", [str(event["type"])], str(event["traceback"]))
+    for event in events.to_dict("records"):
+        body = json.loads(event["body"])
+        if event["pid"] in crashed and body.get("traceback"):
+            yield Listing(f"Traceback of process {event['pid']}", [str(body["type"])], str(body["traceback"]))
+            return
 
 
 def _stacks(moment: Moment) -> Iterator[Block]:

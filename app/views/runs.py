@@ -152,11 +152,11 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
     results, scale = [entry.result for entry in entries], memory_unit(entries)[0]
     columns: dict[str, Any] = {
         "Run": [entry.name or entry.run_id for entry in entries],
+        "Gravest finding": [entry.gravest or MISSING for entry in entries],
+        "Status": [entry.status for entry in entries],
         "Started": pd.to_datetime([entry.started_seconds or math.nan for entry in entries], unit="s", utc=True)
         .tz_convert(zone)
         .tz_localize(None),
-        "Status": [entry.status for entry in entries],
-        "Gravest finding": [entry.gravest or MISSING for entry in entries],
         "Memory": [[value / scale for value in result.memory_bytes] if result else [] for result in results],
         "Peak": [_scaled(result.host_peak_bytes, scale) if result else None for result in results],
         "GPU peak": [_scaled(result.device_peak_bytes, scale) if result else None for result in results],

@@ -14,6 +14,7 @@ from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
+from collector.diagnosis import command_words
 from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import Finding, Locus, WaitingLine
@@ -26,7 +27,6 @@ from training_harness.records import INLINE_WORKER
 _NO_WAITS = ("caught-errors", "idle-workers")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
-NAME_LINES = "tidegauge run --investigate -- COMMAND"
 NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
 
 
@@ -138,13 +138,10 @@ def _lines(moment: Moment) -> Iterator[Block]:
             },
         )
         return
-    if any(
-        finding.has_line and finding.severity != "info" and _is_at(finding.locus, *places)
-        for finding in moment.findings
-    ):
-        yield Note(
-            f"No lines are named: this run has no series of stacks, or too few samples. `{NAME_LINES}` names them.",
-        )
+    urgent = [f for f in moment.findings if f.has_line and f.severity != "info" and _is_at(f.locus, *places)]
+    if urgent and not any("--investigate" in advice.text for finding in urgent for advice in finding.advice):
+        command = f"`tidegauge run --investigate -- {command_words(moment.manifest)}`"
+        yield Note(f"{command} names the lines that training waits for.")
 
 
 def _lines_of(awaited: AwaitedTime, findings: Sequence[Finding]) -> Sequence[WaitingLine]:
@@ -166,11 +163,14 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
     if slow:
         outlook = f"the replay takes workers for equally fast, and worker {slow[0].locus.worker} is slower"
     if isinstance(outlook, str):
-        yield Note(f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
+        command = f"`tidegauge tune -- {command_words(moment.manifest)}`"
+        yield Note(f"No prediction for other settings: {outlook}. {command} measures them.")
         return
+    crowded = [f for f in moment.findings if f.limited_by == "oversubscribed" and f.fault == "this machine"]
+    first = "Free the cores first: other settings gain little until then." if crowded else ""
     of, revision = _rank(recent_loop), moment.run_id
     yield Widget(
-        draw=partial(what_if, outlook=outlook, theme=moment.theme, of=of, revision=revision),
+        draw=partial(what_if, outlook=outlook, theme=moment.theme, of=of, revision=revision, first=first),
         initial=partial(initial_blocks, outlook, moment.theme, of=of, revision=revision),
     )
 

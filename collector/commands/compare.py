@@ -70,9 +70,13 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
     if form == "json":
         sys.stdout.write(json.dumps(comparison.as_json(figures, differing), indent=1, allow_nan=False) + "\n")
     else:
-        tables = [comparison.table(figures)]
+        is_terminal = form == "text" and sys.stdout.isatty()
+        names = comparison.headings([*figures], short=is_terminal)
+        tables = [comparison.table([*figures.values()], names)]
+        if is_terminal:
+            comparison.wrap_headings(tables[0])
         if differing:
-            tables.append(comparison.settings_table([*figures], differing))
+            tables.append(comparison.settings_table(names, differing))
         if form == "markdown":
             from collector.report.terminal import markdown_table
 
@@ -80,7 +84,7 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
         else:
             for place, table in enumerate(tables):
                 click.echo("\n" * bool(place), nl=False)
-                show_table(comparison.split_headings(table) if sys.stdout.isatty() else table)
+                show_table(table)
     lines = comparison.violations(conditions, figures)
     for line in lines:
         click.echo(f"tidegauge: {line}", err=True)

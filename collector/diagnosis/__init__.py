@@ -10,7 +10,7 @@ from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
 from collector.diagnosis.statistics import MIN_POINTS
 from collector.diagnosis.summary import Machine, machine_of, memory_curve
 from collector.diagnosis.throughput import Slowdown, ThroughputRatio, throughput_ratio
-from collector.diagnosis.verdict import Verdict, diagnose
+from collector.diagnosis.verdict import Verdict, command_words, diagnose
 from collector.findings import Check
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "ThroughputRatio",
     "Verdict",
     "accounts",
+    "command_words",
     "diagnose",
     "load_tables",
     "machine_of",

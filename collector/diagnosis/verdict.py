@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from collector.diagnosis.checks import checks_of
 from collector.diagnosis.consequences import rises_bytes, without_consequences
@@ -29,9 +30,13 @@ from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.summary import Summary, step_unit, steps_count, summarise
 from collector.diagnosis.trust import find_trust, workers_reporting
 from collector.findings import KINDS, SEVERITIES, Check, Finding, cannot_tell, fact
+from training_harness.redaction import HIDDEN
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
+
+#: Most characters of a run's command in advice.
+_LONGEST_COMMAND = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,8 @@ def diagnose(tables: RunTables) -> Verdict:
     findings = _findings(tables, running=status == "running")
     awaited = [_unless_damaged(None, awaited_time, finding, tables) for finding in findings]
     cwd = tables.manifest.get("cwd")
-    judged = tuple(add_waiting_lines(*both, cwd) for both in zip(findings, awaited, strict=True))
+    lined = (add_waiting_lines(*both, cwd) for both in zip(findings, awaited, strict=True))
+    judged = tuple(_with_command(finding, command_words(tables.manifest)) for finding in lined)
     return Verdict(
         findings=judged,
         checks=checks_of(tables, judged),
@@ -95,6 +101,27 @@ def diagnose(tables: RunTables) -> Verdict:
         ending=_unless_damaged(None, ending_of, tables, judged),
         awaited=tuple(filter(None, awaited)),
     )
+
+
+def command_words(manifest: Mapping[str, Any]) -> str:
+    """Return the command that `tidegauge run` started, as a shell takes it; COMMAND if it cannot be repeated so."""
+    argv = list(map(str, manifest.get("argv") or ()))
+    words = shlex.join(argv)
+    is_whole = argv and manifest.get("command") and not any(HIDDEN in word for word in argv)
+    return words if is_whole and len(words) <= _LONGEST_COMMAND and "`" not in words else "COMMAND"
+
+
+def _with_command(finding: Finding, command: str) -> Finding:
+    """Return the finding with the run's own command in its advice, to copy and run."""
+    advice = tuple(
+        replace(
+            each,
+            text=each.text.replace("-- COMMAND", f"-- {command}"),
+            expected=each.expected.replace("-- COMMAND", f"-- {command}"),
+        )
+        for each in finding.advice
+    )
+    return replace(finding, advice=advice)
 
 
 def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:

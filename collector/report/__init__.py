@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         baseline_words as baseline_words,
         change_ratio as change_ratio,
         differences as differences,
+        headings as headings,
         measures as measures,
         settings as settings,
         words as words,
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "command_identity": "Command",
-    "comparison": "Measure baseline_words change_ratio differences measures settings words",
+    "comparison": "Measure baseline_words change_ratio differences headings measures settings words",
     "history": "FindingHistory History LevelChange TRENDS Trend change_sentences commands_of commit_words "
     "finding_histories history_of level_changes place_words trend_points trend_unit",
     "html.finding_box": "finding_box inline",

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import Advice, Evidence, Finding, Locus, Severity, as_json, finite
+from collector.findings import KINDS, Advice, Evidence, Finding, Locus, Severity, as_json, finite
 from collector.report import labels, wording
 from collector.units import MISSING, after_steps, duration, is_known, number, percent, quantity, size
 
@@ -78,8 +78,8 @@ def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
         headline(verdict),
         Text(),
-        *_exit_record(verdict),
         *_findings(verdict, verbose=verbose),
+        *_exit_record(verdict),
         *_happenings(verdict),
         *_last_minute(verdict),
         _grid([("run", run_id), *figures(verdict)]),
@@ -204,7 +204,7 @@ def calm_words(verdict: Verdict) -> str:
     if not _has_trained(verdict):
         begin = "No warnings." if verdict.ending is None else "The command ended before it trained."
         return f"{begin} No steps or batches were seen."
-    if next(_stall(verdict), None) is not None:
+    if next(_stall(verdict), None) is not None and not _costs_more_than_waiting(verdict):
         return "No warnings. The line `stall` shows what the run waited for."
     if verdict.summary["throughput"]["slowdown"] is not None:
         return "No warnings. The steps became slower: see the line `slower`."
@@ -214,6 +214,13 @@ def calm_words(verdict: Verdict) -> str:
     if not all(finding.is_healthy for finding in verdict.findings):
         return "No warnings. The findings below are information."
     return "✔ Nothing needs attention"
+
+
+def _costs_more_than_waiting(verdict: Verdict) -> bool:
+    """Return whether a finding is about more of the run's time than the loop that waits longest lost."""
+    lost = max((finding.value_of("lost_wall_ratio") or 0.0 for finding in verdict.findings), default=0.0)
+    waited = verdict.summary["exposed_stall"][0]["wait_seconds"]
+    return lost * (verdict.duration_seconds or 0.0) > waited
 
 
 def _finding(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterator[RenderableType]:
@@ -243,9 +250,14 @@ def _has_more(finding: Finding) -> bool:
 
 
 def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
-    """Yield what ended a run that died."""
-    if verdict.ending is not None:
-        yield _grid([(name, Text(value)) for name, value in wording.exit_record(verdict.ending.record)])
+    """Yield what ended a run that died; after a finding that says so, only what that lacks."""
+    pairs = [] if verdict.ending is None else wording.exit_record(verdict.ending.record)
+    deaths = [finding for finding in verdict.findings if KINDS[finding.kind].group == "death"]
+    if deaths:
+        has_limit = any(death.limit is not None for death in deaths)
+        pairs = [pair for pair in pairs if pair[0] == "Followed" or (pair[0] == "Limit" and not has_limit)]
+    if pairs:
+        yield _grid([(name, Text(value)) for name, value in pairs])
         yield Text()
 
 

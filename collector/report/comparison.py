@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,22 @@ from collector.store.queries import collector_health, loading, process_memory, s
 from collector.units import MISSING, is_known, number, quantity
 
 #: Time that a run's id begins with.
-_TIME_OF_ID = re.compile(r"^(\d{8}-\d{6}-)")
+_TIME_OF_ID = re.compile(r"^\d{8}-\d{6}-")
+#: Percent from which a change has no decimals; 9.95 would be written as 10.0.
+_WHOLE_FROM = 9.95
+#: Characters of a line of a heading, where the figures are narrower.
+_LEAST_HEADING = 13
 _CONDITION = re.compile(r"(?P<name>\w+)\s*(?P<sign>[<>])\s*(?P<percent>[-+]?\d+(\.\d+)?)\s*%?")
 
 
 #: Name -> label, unit, and scope: each step, each batch, or the whole run (empty).
 FIGURES = {
+    "samples": ("Samples per second", "samples/second", "batch"),
+    "batches": ("Batches per second", "batches/second", "batch"),
     "step_p50": ("Step p50", "ms", "step"),
     "step_p95": ("Step p95", "ms", "step"),
     "data_wait": ("Data wait", "ratio", ""),
-    "samples": ("Samples per second", "samples/second", "batch"),
-    "batches": ("Batches per second", "batches/second", "batch"),
-    "host_peak": ("Peak host memory (PSS)", "bytes", ""),
+    "host_peak": ("Peak host memory", "bytes", ""),
     "shm_peak": ("Peak /dev/shm", "bytes", ""),
     "allocated_peak": ("Peak GPU allocated", "bytes", ""),
     "reserved_peak": ("Peak GPU reserved", "bytes", ""),
@@ -111,16 +116,28 @@ def change_ratio(measure: Measure, first: Measure) -> float | None:
 
 
 def words(measure: Measure, first: Measure | None = None) -> str:
-    """Return a figure in words: `61.2 ms (+3.1%, n = 1,200)`."""
-    change = None if first is None else change_ratio(measure, first)
-    details = []
-    if change is not None and first is not None:  # Shares differ in points: 577 % more than 2 % says little.
-        points = 100 * ((measure.value or 0.0) - (first.value or 0.0))
-        details.append(f"{points:+z.1f} points" if measure.unit == "ratio" else f"{change:+z.1%}")
-    details += [f"n = {measure.n:,}"] if measure.n is not None else []
+    """Return a figure in words, with its change against the baseline: `61.2 ms (+3.1%, n = 1,200)`."""
+    change = "" if first is None else _change_words(measure, first)
+    details = [*filter(None, [change]), *([] if measure.n is None else [f"n = {measure.n:,}"])]
+    return f"{_value_words(measure)} ({', '.join(details)})" if details else _value_words(measure)
+
+
+def _value_words(measure: Measure) -> str:
     base, _, per = measure.unit.partition("/")  # the label says of what the rate is
-    text = quantity(measure.value, f"/{per}" if per else base)
-    return f"{text} ({', '.join(details)})" if details else text
+    return quantity(measure.value, f"/{per}" if per else base)
+
+
+def _change_words(measure: Measure, first: Measure) -> str:
+    change = change_ratio(measure, first)
+    if change is None:
+        return ""
+    if measure.unit == "ratio":  # Shares differ in points: 577 % more than 2 % says little.
+        return f"{_signed(100 * ((measure.value or 0.0) - (first.value or 0.0)))} points"
+    return f"{_signed(100 * change)}%"
+
+
+def _signed(percent: float) -> str:
+    return f"{percent:+z,.{0 if abs(percent) >= _WHOLE_FROM else 1}f}"
 
 
 def settings(snapshot: spans.Queryable, manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -221,30 +238,42 @@ def as_json(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, S
     }
 
 
-def table(runs: Mapping[str, Mapping[str, Measure]]) -> Table:
+def headings(run_ids: Sequence[str], *, short: bool = False) -> list[str]:
+    """Return the name of each run in a heading; a short one lacks the time, unless two would be the same."""
+    names = [_TIME_OF_ID.sub("", run_id) for run_id in run_ids]
+    return names if short and len(set(names)) == len(names) else [*run_ids]
+
+
+def table(runs: Sequence[Mapping[str, Measure]], names: Sequence[str]) -> Table:
     """Draw the figures, one column per run, that of the baseline first."""
+    first = runs[0]
+    known = [name for name in first if any(is_known(figures[name].value) for figures in runs)]
     rows = plain_table("")
-    baseline, first = next(iter(runs.items()))
-    for run_id in runs:
-        rows.add_column(baseline_words(run_id) if run_id == baseline else run_id)
-    for name, measure in first.items():
-        if any(is_known(figures[name].value) for figures in runs.values()):
-            others = [words(figures[name], measure) for figures in list(runs.values())[1:]]
-            rows.add_row(measure.label, words(measure), *others)
+    rows.add_column(baseline_words(names[0]))
+    columns = [[first[name].label for name in known], [_value_words(first[name]) for name in known]]
+    for figures, name in zip(runs[1:], names[1:], strict=True):
+        rows.add_column(name)
+        pairs = [(_value_words(figures[each]), _change_words(figures[each], first[each])) for each in known]
+        width = max((len(f"{value} {change}") for value, change in pairs), default=0)
+        columns.append([value + change.rjust(width - len(value)) for value, change in pairs])
+    for row in zip(*columns, strict=True):
+        rows.add_row(*row)
     return rows
 
 
-def settings_table(run_ids: Sequence[str], differing: Mapping[str, Sequence[str]]) -> Table:
+def settings_table(names: Sequence[str], differing: Mapping[str, Sequence[str]]) -> Table:
     """Draw the settings that differ, one row per setting and run."""
     rows = plain_table("setting", "run", "value")
-    for name, values in differing.items():
-        for run_id, value in zip(run_ids, values, strict=True):
-            rows.add_row(name, run_id, value)
+    for setting, values in differing.items():
+        for place, (name, value) in enumerate(zip(names, values, strict=True)):
+            rows.add_row("" if place else setting, name, value)
     return rows
 
 
-def split_headings(rows: Table) -> Table:
-    """Break each run's id in its heading after its time, so that columns fit into a terminal."""
-    for column in rows.columns:
-        column.header = _TIME_OF_ID.sub(r"\1\n", str(column.header)).replace(" (", "\n(")
+def wrap_headings(rows: Table) -> Table:
+    """Break the headings of runs so that they are hardly wider than the figures below."""
+    for column in rows.columns[1:]:
+        width = max(_LEAST_HEADING, *(len(str(cell).rstrip()) for cell in column.cells))
+        parts = str(column.header).split(" ")
+        column.header = "\n".join(line for part in parts for line in textwrap.wrap(part, width))
     return rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collector.findings import AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
@@ -92,7 +91,7 @@ def eta(when: Eta) -> str:
     Of a run that has ended it is the time that would have been left.
     """
     words = f"{until(when.mid_seconds)} ({until(when.low_seconds)} to {until(when.high_seconds)})"
-    return words if when.mid_steps is None else f"{words}, about {number(round(when.mid_steps))} steps"
+    return words if when.mid_steps is None else f"{words}, about {number(float(f'{when.mid_steps:.2g}'))} steps"
 
 
 def stall(exposed: WaitSummary) -> str:
@@ -107,13 +106,15 @@ def stall(exposed: WaitSummary) -> str:
     cause = next((stage for stage in stages if stage["enough_seconds"] is not None), None)
     if cause is not None:
         now, then = duration(cause["batch_seconds"]), cause["enough_seconds"]
-        took = f"{duration(then)} per batch instead of {now}" if then else "nothing"
+        if not then:
+            return f"{words}, hardly any without {subject(cause['stage'])}"
+        took = f"{duration(then)} per batch instead of {now}"
         return f"{words}, hardly any if {subject(cause['stage'])} took {took}"
     left = [(ratio, stage["stage"]) for stage in stages if (ratio := stage["free_wait_ratio"]) is not None]
     if not left:
         return words
     ratio, name = min(left, key=lambda pair: pair[0])
-    return f"{words}; training would still wait {percent(ratio)} of its time if {subject(name)} took nothing"
+    return f"{words}; without {subject(name)}, training would still wait {percent(ratio)} of its time"
 
 
 def slower_words(slowdown: Slowdown) -> str:
@@ -207,7 +208,7 @@ def stake(finding: Finding) -> str:
     It is the time until a limit is met, the end of a growth, the time that is lost, or the rate of a growth.
     """
     if finding.eta is not None:
-        return f"time to the limit {eta(replace(finding.eta, mid_steps=None))}"
+        return f"{until(finding.eta.mid_seconds)} to the limit"
     if (end := finding.value_of("level_at_end_high_bytes")) is not None:
         return f"at most {size(end)} at its end"
     lost = finding.value_of("lost_wall_ratio") or 0.0

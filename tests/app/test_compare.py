@@ -49,6 +49,11 @@ def compare(monkeypatch, tmp_path):
     return open_page
 
 
+def short(run_id):
+    """Return the name of a run on the page, which lacks the time of its id."""
+    return re.sub(r"^\d{8}-\d{6}-", "", run_id)
+
+
 def samples(count):
     return lambda stream, values: {"samples_count": count} if stream in ("batch", "step") else {}
 
@@ -72,7 +77,8 @@ def test_band_above_the_medians_shows_the_slow_steps_of_each_group(record, compa
     calm, hung = record(LONG), record(LONG, slow(HUNG))
     at = compare(hung, calm)
     chart = figures(at)[0]
-    assert trace_names(chart) == [calm, f"{calm}, 95th percentile", hung, f"{hung}, 95th percentile"]
+    names = short(calm), short(hung)
+    assert trace_names(chart) == [each for name in names for each in (name, f"{name}, 95th percentile")]
     median, upper = (values_of(trace) for trace in chart["data"][2:])
     assert median.max() < 50
     assert (upper > 200).sum() == len(HUNG)
@@ -88,9 +94,10 @@ def test_caption_counts_points_above_the_axis_for_each_run(record, compare):
     assert 16 < top < 50
     said = texts(at)
     assert re.search(
-        rf"The axis is cut at {top:.3g} ms\. Above it: 2 of 100 points of {hung} \(\d+ ms, after about ", said
+        rf"The axis is cut at {top:.3g} ms\. Above it: 2 of 100 points of {short(hung)} \(\d+ ms, after about ",
+        said,
     )
-    assert f"points of {calm}" not in said
+    assert f"points of {short(calm)}" not in said
 
 
 def test_first_steps_of_a_long_run_have_a_time(record, compare):
@@ -108,40 +115,48 @@ def test_answer_compares_samples_where_steps_differ_in_size(record, compare):
     quick = record(SHORT, samples(64))
     at = compare(small, large, quick, twin)
     of_small, of_quick, of_twin = answer(at).split("; ")
-    assert of_small.startswith(f"Against the baseline {large}, {small} (4 samples per step, there 64) has ")
-    assert "87.5% fewer samples per second" in of_small
-    assert of_quick.startswith(f"{quick} has 100.0% more samples per second, ")
-    assert of_twin == f"{twin} has as many samples per second, as much host memory."
+    assert of_small.startswith(
+        f"Against the baseline {short(large)}, {short(small)} (4 samples per step, there 64) has "
+    )
+    assert "88% fewer samples per second" in of_small
+    assert of_quick.startswith(f"{short(quick)} has 100% more samples per second, ")
+    assert of_twin == f"{short(twin)} has as many samples per second, as much host memory."
     assert "per step," not in answer(at).replace("samples per step,", "")
-    assert f"batches of {small} have a different number of samples than" in texts(at).replace("\\", "")
+    assert f"batches of {short(small)} have a different number of samples than" in texts(at).replace("\\", "")
 
 
 def test_table_and_answer_have_the_same_baseline_and_sign(record, compare):
     slow_run, quick = record(replace(SHORT, step_ms=200.0), samples(64)), record(SHORT, samples(64))
     at = compare(quick, slow_run)
-    assert answer(at).startswith(f"Against the baseline {slow_run}, {quick} has 100.0% more samples per second, ")
+    assert answer(at).startswith(
+        f"Against the baseline {short(slow_run)}, {short(quick)} has 100% more samples per second, "
+    )
     table = at.dataframe[0].value.set_index("Figure")
-    assert list(table.columns) == [f"{slow_run} (baseline)", quick]
-    assert "(+100.0%, n = " in table.loc["Samples per second", quick]
-    assert "%" not in table.loc["Samples per second", f"{slow_run} (baseline)"]
-    assert f"difference from the baseline {slow_run}" in texts(at).replace("\\", "")
+    assert list(table.columns) == [f"{short(slow_run)} (baseline)", short(quick)]
+    assert "(+100%, n = " in table.loc["Samples per second", short(quick)]
+    assert "%" not in table.loc["Samples per second", f"{short(slow_run)} (baseline)"]
     at = compare(slow_run, quick)
-    assert answer(at).startswith(f"Against the baseline {quick}, {slow_run} has 50.0% fewer samples per second, ")
+    assert answer(at).startswith(
+        f"Against the baseline {short(quick)}, {short(slow_run)} has 50% fewer samples per second, "
+    )
 
 
 def test_steps_of_several_batches_are_compared_by_samples(record, compare):
     once = record(SHORT)
     often = record(SHORT, lambda stream, values: {"samples_count": 256} if stream == "step" else {})
     at = compare(once, often)
-    assert f"baseline {often}, {once} (64 samples per step, there 256) has as many samples per second" in answer(at)
+    assert (
+        f"baseline {short(often)}, {short(once)} (64 samples per step, there 256) has as many samples per second"
+        in answer(at)
+    )
     assert "compare samples per second, not steps" in texts(at)
 
 
 def test_answer_mentions_another_batch_size_without_sample_counts(record, compare):
     four, other = record(SHORT, samples(MISSING_INT32), batch_size=4), record(SHORT, samples(MISSING_INT32))
     assert answer(compare(four, other)) == (
-        f"Against the baseline {other}, {four} (with another batch size) has no samples per second to compare, "
-        "as much host memory."
+        f"Against the baseline {short(other)}, {short(four)} (with another batch size) has no samples per second "
+        "to compare, as much host memory."
     )
 
 
@@ -150,16 +165,18 @@ def test_every_figure_shows_its_sample_count(record, compare, tmp_path):
     at = compare(run, other)
     table = at.dataframe[0].value.set_index("Figure")
     assert all("n = " in cell for cell in table.to_numpy().ravel() if cell != "—"), table.to_string()
-    baseline = f"{other} (baseline)"
+    baseline = f"{short(other)} (baseline)"
     assert table.loc["Data wait", baseline].endswith("n = 59)")
-    assert table.loc["Peak GPU allocated", run].endswith(f"(n = {len(recorded(run).streams['device_memory'])})")
+    assert table.loc["Peak GPU allocated", short(run)].endswith(
+        f"(n = {len(recorded(run).streams['device_memory'])})"
+    )
     assert table.loc["Peak GPU allocated", baseline] == "—"
     # main and two workers each half a second
-    assert table.loc["Peak host memory (PSS)", baseline].endswith("n = 36)")
+    assert table.loc["Peak host memory", baseline].endswith("n = 36)")
     assert table.loc["Peak /dev/shm", baseline].endswith("n = 12)")
 
 
 def test_data_wait_of_a_loop_without_steps_counts_its_batches(record, compare):
     evaluation = record(SHORT, lambda stream, values: None if stream == "step" else {})
     table = compare(record(SHORT), evaluation).dataframe[0].value.set_index("Figure")
-    assert table.loc["Data wait", f"{evaluation} (baseline)"].endswith("(n = 60)")
+    assert table.loc["Data wait", f"{short(evaluation)} (baseline)"].endswith("(n = 60)")

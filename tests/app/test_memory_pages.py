@@ -89,7 +89,7 @@ def test_limit_that_the_kernel_enforced_is_met(monkeypatch, tmp_path):
 
 def test_each_slope_is_of_the_measurement_that_its_column_names(monkeypatch, homes):
     unread = open_view(monkeypatch, homes["no-smaps"], "leak_timeline").dataframe[0].value
-    assert (unread["Slope, private dirty"] == "—").all()
+    assert "Slope, private dirty" not in unread.columns
     assert unread["Slope, RSS"].str.contains(r"/s \(n = \d+\)$").all()
 
 
@@ -108,6 +108,15 @@ def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, home_with_lost_wor
     victim = at.dataframe[0].value.set_index("Process").loc["loader 0 worker 2"]
     assert victim[["PSS, highest", "PSS, last"]].tolist() == ["237 MiB (RSS)"] * 2
     assert "(RSS): PSS was not read, and RSS counts shared pages fully." in texts(at)
+
+
+def test_post_mortem_of_an_exception_has_its_traceback(monkeypatch, tmp_path):
+    unpack("crash", tmp_path)
+    at = open_view(monkeypatch, tmp_path, "post_mortem")
+    assert "Traceback of process" in texts(at)
+    assert any("Traceback (most recent call last)" in code.value for code in at.code)
+    message = next(line for line in texts(at).splitlines() if line.startswith("| exception |"))
+    assert " " in message.split("|")[2].strip()  # it wraps: the table would hide its other columns
 
 
 def test_last_seen_has_tenths_of_a_second(monkeypatch, home_with_lost_worker):

@@ -129,10 +129,20 @@ def test_inline_loading_has_no_charts_of_workers(monkeypatch, homes):
 
 def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch, homes):
     at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
-    assert "Until then, add workers" in texts(at)
-    assert "No what-if: the replay takes workers for equally fast, and worker 1 is slower." in texts(at)
+    assert "Until then, set num" in texts(at)
+    assert (
+        "No prediction for other settings: the replay takes workers for equally fast, and worker 1 is slower."
+        in texts(at)
+    )
     assert not at.slider
     assert re.search("n\u00a0=\u00a0\\d+, \\d+\u2011\\d+\u00a0s", texts(at))  # breaks at the comma
+
+
+def test_a_setting_is_not_recommended_while_other_programs_use_the_cores(monkeypatch, tmp_path):
+    unpack("oversubscribed", tmp_path)
+    said = texts(open_view(monkeypatch, tmp_path, "worker_stalls"))
+    assert "Free the cores first: other settings gain little until then." in said
+    assert "recommended" not in said
 
 
 def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, tmp_path):
@@ -149,7 +159,7 @@ def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, tmp_pat
 
 
 def test_sliders_start_at_the_current_setting_without_a_better_one(outlook):
-    assert "sliders start at the setting of this run" in _begin(replace(outlook, best=None))
+    assert "sliders start at the setting of this run" in _begin(replace(outlook, best=None), is_first=True)
 
 
 def test_throughput_is_labelled_with_its_rank(outlook):
@@ -270,6 +280,7 @@ def lines_of(script):
         loader=0,
         span=SimpleNamespace(rank=None),
         theme=LIGHT,
+        manifest=script.manifest,
         table=lambda name, caption, columns: (caption, columns),
     )
     return list(worker_stalls._lines(page))
@@ -298,8 +309,12 @@ def test_page_draws_the_stacks_of_the_awaited_time_and_lists_the_lines():
 
 
 def test_page_says_how_to_name_the_lines_of_a_stall():
-    (note,) = lines_of(slow_run())
-    assert "`tidegauge run --investigate -- COMMAND`" in note.text
+    script = slow_run()
+    (note,) = lines_of(script)
+    assert note.text.startswith("`tidegauge run --investigate -- COMMAND` names the lines")
+    script.manifest["argv"] = ["python", "train.py", "--name", "a b"]
+    (note,) = lines_of(script)
+    assert note.text.startswith("`tidegauge run --investigate -- python train.py --name 'a b'` names the lines")
 
 
 def test_page_of_a_healthy_run_says_nothing_of_lines():

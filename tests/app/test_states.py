@@ -217,11 +217,10 @@ def test_drawing_pauses_before_the_first_charts(monkeypatch, tmp_path):
         "Table",
         "Note",
         "Note",
-        "Note",
     ]
     order.clear()
     at.run()
-    assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note", "Note", "Note"]
+    assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note", "Note"]
 
 
 def test_page_refreshes_while_a_requested_verdict_is_pending(monkeypatch, tmp_path):

@@ -203,9 +203,9 @@ WORKER_KILLED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="Find the sender of the signal in the system log: a job scheduler, an operator, a memory guard "
-            "such as earlyoom or systemd-oomd",
-            expected="it names the cause: the kernel counted no out-of-memory kill; {loss}",
+            text="Find the sender of the signal in the system log (`journalctl -e`): a job scheduler, an operator, "
+            "a memory guard such as earlyoom or systemd-oomd",
+            expected="it names the cause, which is no out-of-memory kill by the kernel; {loss}",
         ),
     ),
 )
@@ -227,9 +227,9 @@ KILLED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="Find the sender of the signal in the system log: the job scheduler's time or memory limit, or "
-            "an operator",
-            expected="it names the cause: the kernel counted no out-of-memory kill",
+            text="Find the sender of the signal in the system log (`journalctl -e`): the job scheduler's time or "
+            "memory limit, or an operator",
+            expected="it names the cause, which is no out-of-memory kill by the kernel",
         ),
     ),
 )

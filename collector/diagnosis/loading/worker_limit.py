@@ -123,7 +123,7 @@ def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
         children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
     by, because, waits_for = _judge(loop, rows, max(threads, process), children, on_cpu, waiting)
     others = False
-    if queued >= _QUEUED:
+    if queued >= _QUEUED and (worker is None or _queues_more(loop, worker)):
         in_use = _cores_of_run(loop, rows)
         are_free = cores_are_free(loop.tables, loop.main[0], float(times.min()), float(times.max()))
         by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(loop), are_free=are_free)
@@ -143,6 +143,17 @@ def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
             if np.isfinite(value)
         ),
     )
+
+
+def _queues_more(loop: Loop, worker: int) -> bool:
+    """Return whether a worker is slower than the others mostly by its waits for a core: all of them may wait."""
+    rows = steady_fetches(loop)
+    is_own = rows["worker"] == worker
+
+    def more(column: str) -> float:
+        return mean(floats(rows[is_own], column)) - mean(floats(rows[~is_own], column))
+
+    return more("run_queue_ns") >= _MAIN_SHARE * more("fetch_ns")
 
 
 def usable_cores(tables: RunTables, host: str) -> float:

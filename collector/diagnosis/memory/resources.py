@@ -200,9 +200,12 @@ UNATTRIBUTED = replace(
     unconfirmed="GPU {device}: memory outside PyTorch grew by {rise}. The driver does not report the processes "
     "that use it: the run's libraries or another job.",
 )
+_CHECKPOINT = (
+    "To save a checkpoint in time, handle SIGUSR1 in the script and start it with `tidegauge run --before-oom "
+    "SIGUSR1 -- COMMAND`"
+)
 _FIX_HOST_GROWTH = Advice(
-    text="Fix the growth (see the leak findings), and save a checkpoint before the forecast time (`tidegauge run "
-    "--before-oom` asks for one)",
+    text=f"Fix the growth (see the leak findings). {_CHECKPOINT}",
     expected="demand stops growing",
 )
 _RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the peak fits")
@@ -236,13 +239,12 @@ HOST_MEMORY_WITHOUT_WORKERS = replace(
 )
 _GPU_ADVICE = (
     Advice(
-        text="Fix the growth (see the gpu findings), and save a checkpoint before the forecast time (`tidegauge "
-        "run --before-oom` asks for one)",
+        text=f"Fix the growth (see the gpu findings). {_CHECKPOINT}",
         expected="demand stops growing",
     ),
     Advice(
-        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
-        "finds the largest that fits), activation checkpointing, bfloat16",
+        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size -- "
+        "COMMAND` finds the largest that fits), activation checkpointing, bfloat16",
         expected="activations shrink in proportion to the batch",
         effect="changes results",
     ),

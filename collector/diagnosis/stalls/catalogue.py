@@ -224,11 +224,13 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
     limit, ratio = worker_limit(loop, name), worker.fetch_median / usual
     interval = max(steady.consumer, usual / loop.num_workers)
     fetches, window = worker.fetches, case.waited.window
+    is_one = len(others) == 1
+    the_others = f"worker {others[0].worker}" if is_one else "the others"
     return Finding(
         kind="slow-worker",
-        summary=f"Worker {name} of loader {loop.loader} holds up the training: its fetch takes {number(ratio)} "
-        f"times the others' ({duration(worker.fetch_median)} against {duration(usual)}), which idle "
-        f"{percent(idle)}; {limit.because}.",
+        summary=f"Worker {name} of loader {loop.loader} holds up the training: a batch takes it "
+        f"{duration(worker.fetch_median)}, {number(ratio)} times as long as {the_others} ({duration(usual)}), "
+        f"which {'idles' if is_one else 'idle'} {percent(idle)} of the time; {limit.because}.",
         evidence=(
             *case.waiting_evidence,
             *measurements(fetches, window, worker_fetch_ratio=ratio, worker_idle_ratio=worker.idle_ratio),
@@ -238,20 +240,20 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
         ),
         advice=(
             Advice(
-                text=f"Look at what worker {name} alone does: its shard or files, its mount, its CPU affinity, "
-                "code that depends on get_worker_info().id",
+                text=f"Look at what worker {name} alone does: its shard, its mount, its CPU affinity, code that "
+                "depends on `get_worker_info().id`. `tidegauge run --investigate -- COMMAND` names the lines",
                 expected=f"up to {_batches_per_second(interval)} instead of {number(1 / steady.interval)} when it "
-                "is as fast as the others",
+                f"is as fast as {the_others}",
             ),
             Advice(
-                text="If the order of batches does not matter, set in_order=False (torch >= 2.7)",
-                expected="the others no longer wait for it: throughput follows the sum of the workers, not the "
-                "slowest",
+                text="If the order of batches may change, give the DataLoader `in_order=False` (torch >= 2.7)",
+                expected="training takes each batch when it is made, and no longer waits for this worker's",
                 effect="changes results",
             ),
             Advice(
-                text="Until then, add workers",
-                expected="each makes one batch in num_workers: the slow one makes fewer, the others idle more",
+                text=f"Until then, set num_workers={2 * loop.num_workers}",
+                expected=f"worker {name} makes one batch in {2 * loop.num_workers} instead of one in "
+                f"{loop.num_workers}",
                 effect="changes memory",
             ),
         ),

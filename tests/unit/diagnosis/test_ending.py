@@ -1,7 +1,10 @@
 """The exit record of a run that died, and the list of what happened in its last minute."""
 
+import io
 import json
+import re
 
+from rich.console import Console
 from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
 
 from collector.diagnosis.verdict import diagnose
@@ -41,6 +44,18 @@ def killed_for_memory():
 
 def texts(verdict):
     return [happening.text for happening in verdict.ending.happenings]
+
+
+def test_card_of_a_run_that_died_says_each_thing_once():
+    verdict = diagnose(killed_for_memory().tables())
+    stream = io.StringIO()
+    Console(file=stream, width=300).print(
+        card.card(verdict, run_id="run", name="run", command=lambda *words: " ".join(words))
+    )
+    text = stream.getvalue()
+    assert not re.search(r"^(Reason|Victim|Signal|Last memory|When) ", text, re.MULTILINE)
+    assert text.count("400 MiB, cgroup") == 1
+    assert text.count("Limit ") == 1
 
 
 def test_record_of_a_worker_killed_for_memory_names_victim_limit_signal_and_memory():

@@ -47,6 +47,29 @@ def test_all_slow_and_one_slow_worker_are_distinguished(seed):
     assert kinds(verdict(service=per_worker(seconds, jitter), **run)) == [("slow-worker", culprit)]
 
 
+@pytest.mark.parametrize(("queued_ratio", "limited_by"), [(0.35, None), (0.9, "oversubscribed")])
+def test_full_cores_explain_a_slow_worker_only_if_it_waits_for_them_longer_than_the_others(
+    queued_ratio, limited_by
+):
+    run = {"workers": 2, "prefetch": 2, "consumer": jittered(0.01), "batches": 200}
+    tables = simulate(service=per_worker([0.02, 0.1], 0.1), split=(0.05, 0.5, 0.45), **run).tables()
+    fetch = tables.streams["fetch"]
+    slow = fetch["worker"] == 1
+    for column, ratio in (("run_queue_ns", queued_ratio), ("blocked_ns", 0.95 - queued_ratio)):
+        fetch[column] = fetch[column].where(~slow, (ratio * fetch["getitem_ns"]).astype("int64"))
+    (found,) = find_stalls(tables)
+    assert (found.kind, found.limited_by) == ("slow-worker", limited_by)
+
+
+def test_slow_worker_is_compared_with_the_other_one_by_name():
+    run = {"workers": 2, "prefetch": 2, "consumer": jittered(0.01), "batches": 200}
+    (found,) = verdict(service=per_worker([0.02, 0.1], 0.1), **run)
+    assert "times as long as worker 0 (" in found.summary
+    assert "which idles" in found.summary
+    assert found.advice[-1].text == "Until then, set num_workers=4"
+    assert found.advice[-1].expected == "worker 1 makes one batch in 4 instead of one in 2"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_loader_that_keeps_up_has_no_warning(seed):
     generator, run, round_seconds = draw(seed)

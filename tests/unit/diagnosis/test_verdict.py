@@ -26,6 +26,23 @@ def test_empty_live_run_has_no_findings():
     assert set(verdict.summary["overhead"].values()) == {None}
 
 
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ({"argv": ["python", "train.py", "--lr", "0.1"]}, "python train.py --lr 0.1"),
+        ({"argv": ["python", "train.py", "--token=***"]}, "COMMAND"),
+        ({"argv": ["python", "train.py", *map(str, range(100))]}, "COMMAND"),
+        ({"argv": ["python", "notebook"], "command": None}, "COMMAND"),
+        ({}, "COMMAND"),
+    ],
+)
+def test_advice_has_the_command_of_the_run_if_it_can_be_repeated(manifest, words):
+    script = simulate(workers=2, prefetch=2, service=jittered(0.1), consumer=jittered(0.01), batches=20)
+    script.manifest |= manifest
+    advice = [each.text for finding in diagnose(script.tables()).findings for each in finding.advice]
+    assert f"Measure other settings: `tidegauge tune -- {words}`" in advice
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workers=st.integers(0, 5),

@@ -153,7 +153,7 @@ def test_card_has_the_run_its_findings_and_the_next_command():
     assert "38 ms" in text
     assert "training process, rank 0, pid 4711" in text
     assert "4 GiB, cgroup" in text
-    assert "host-oom-risk: time to the limit 12 min (10 min to never)" in text
+    assert "host-oom-risk: 12 min to the limit" in text
     assert "To limit   12 min (10 min to never), about 8,000 steps" in text
     assert "Checked and fine: open files." in text
     assert "Not judged: GPU memory (no GPU in use)." in text

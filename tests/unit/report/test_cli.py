@@ -114,7 +114,7 @@ def test_job_names_match_the_existing_jobs():
         (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
         (["run", "--interval", "1000", "--", "true"], "1000"),
         (["compare", "latest"], "two to 4 runs can be compared, not 1"),
-        (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of step_p50"),
+        (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of samples"),
         (["watch", "99999999"], "no process 99999999 runs here; `pgrep -f train.py`"),
         (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
         (["report", "--format", "pdf"], "no format 'pdf'; give one of text, json, html"),

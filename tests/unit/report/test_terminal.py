@@ -33,24 +33,52 @@ def narrow(shown: Table) -> list[str]:
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def test_two_runs_compare_within_80_columns_without_a_wrapped_figure():
+def test_four_runs_compare_within_80_columns_without_a_wrapped_figure():
     units = {
+        "Samples per second": ("samples/second", 548.0),
         "Step p95": ("ms", 22.8),
         "Data wait": ("ratio", 0.19),
-        "Samples per second": ("samples/second", 548.0),
+        "Peak host memory": ("bytes", 3.45 * 2**30),
     }
-    runs = {
-        run_id: {
+    runs = [
+        {
             label: comparison.Measure(label=label, value=value * factor, unit=unit, n=12_500)
             for label, (unit, value) in units.items()
         }
-        for run_id, factor in (("20261125-150831-healthy-85e9", 1.0), ("20261125-150854-slow-worker-318d", 3.45))
-    }
-    *headings, step, wait, rate = narrow(comparison.split_headings(comparison.table(runs)))
-    assert [line.split() for line in headings][-1] == ["(baseline)", "slow-worker-318d"]
-    assert step.split("  ")[-1].strip() == "78.7 ms (+245.0%, n = 12,500)"
-    assert wait.split("  ")[-1].strip() == "66% (+46.6 points, n = 12,500)"
-    assert rate.startswith("Samples per second  548/s (n = 12,500)")
+        for factor in (1.0, 3.45, 1.02, 0.0875)
+    ]
+    ids = [f"20261125-15083{place}-{name}" for place, name in enumerate(("train-85e9", "wide-318d", "a-b9d1"))]
+    names = comparison.headings([*ids, "20261126-090000-resnet50-from-scratch-0b1c"], short=True)
+    lines = narrow(comparison.wrap_headings(comparison.table(runs, names)))
+    assert [line.split("  ")[0] for line in lines[-4:]] == list(units)
+    assert lines[-3].split()[2:] == [
+        "22.8",
+        "ms",
+        "78.7",
+        "ms",
+        "+245%",
+        "23.3",
+        "ms",
+        "+2.0%",
+        "1.99",
+        "ms",
+        "-91%",
+    ]
+    assert "66% +47 points" in lines[-2]
+    words = " ".join(lines[:-4]).split()
+    assert words[-4:] == ["(baseline)", "wide-318d", "a-b9d1", "scratch-0b1c"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_settings_of_compared_runs_name_each_setting_once():
+    lines = narrow(comparison.settings_table(["a", "b"], {"tag lr": ["0.1", "0.2"]}))
+    assert [line.split() for line in lines[1:]] == [["tag", "lr", "a", "0.1"], ["b", "0.2"]]
+
+
+def test_runs_whose_short_names_are_the_same_keep_their_ids():
+    ids = ["20261125-150831-train-85e9", "20261126-150831-train-85e9"]
+    assert comparison.headings(ids, short=True) == ids
+    assert comparison.headings(ids[:1], short=True) == ["train-85e9"]
 
 
 def test_a_run_has_one_line_of_80_columns_in_the_list():
