@@ -18,7 +18,7 @@ from rich.text import Text
 
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import KINDS, Advice, Evidence, Finding, Locus, Severity, as_json, finite
+from collector.findings import Advice, Evidence, Finding, Locus, Severity, as_json, finite
 from collector.report import labels, wording
 from collector.units import MISSING, after_steps, duration, is_known, number, percent, quantity, size
 
@@ -252,7 +252,7 @@ def _has_more(finding: Finding) -> bool:
 def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
     """Yield what ended a run that died; after a finding that says so, only what that lacks."""
     pairs = [] if verdict.ending is None else wording.exit_record(verdict.ending.record)
-    deaths = [finding for finding in verdict.findings if KINDS[finding.kind].group == "death"]
+    deaths = [finding for finding in verdict.findings if finding.group == "death"]
     if deaths:
         has_limit = any(death.limit is not None for death in deaths)
         pairs = [pair for pair in pairs if pair[0] == "Followed" or (pair[0] == "Limit" and not has_limit)]
