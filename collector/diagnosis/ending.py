@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGBUS, SIGKILL
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written
+from collector.diagnosis.run.exceptions import exception_of
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
@@ -254,7 +256,9 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
         at = float(event.get("error_time_ns") or event["time_ns"])
         yield at, f"GPU {number(event.get('device'))} ran out of memory{words}."
     for key, event in life.exceptions.items():
-        yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {_error(event)}"
+        error = exception_of(life, key)
+        text = shorten(error.headline, _MESSAGE_CHARACTERS, placeholder="…")
+        yield float(event["time_ns"]), f"{sentence(life.name(error.process))} raised {text}"
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
         yield float(event["time_ns"]), f"{of} ended with {_error(event)}"

@@ -336,7 +336,7 @@ def _evidence(evidence: Sequence[Evidence]) -> Group:
     table.add_column(style="dim")
     texts = []
     for item in evidence:
-        observed = f"n {number(item.n)}, {item.window}"
+        observed = wording.observed(item)
         if isinstance(item.value, str):
             texts.append(Text.assemble(f"{labels.label(item.name)}: {item.value}  ", (observed, "dim")))
         else:

@@ -238,10 +238,12 @@ def since(finding: Finding) -> str:
 
 def evidence_rows(measurements: Sequence[Evidence]) -> list[tuple[str, str, str]]:
     """Return (name, value, number of observations and window) of each measurement, in words."""
-    return [
-        (labels.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
-        for item in measurements
-    ]
+    return [(labels.label(item.name), quantity(item.value, item.unit), observed(item)) for item in measurements]
+
+
+def observed(item: Evidence) -> str:
+    """Return what a measurement rests on: the number of observations, if there are several, and their window."""
+    return f"n = {number(item.n)}, {item.window}" if item.n > 1 else item.window
 
 
 def finding_heading(finding: Finding) -> str:

@@ -6,11 +6,8 @@ after which the launcher (torchrun) restarted all ranks.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import dropwhile
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
 from textwrap import shorten
 from typing import Any
@@ -24,16 +21,13 @@ from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, origin_ns, whole
+from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Finding, Locus, fact
-from collector.stacks import Frame
 from collector.store import ProcessKey
 
-#: Parts of an exception that a worker passed on (torch/_utils.py, ExceptionWrapper): its mark, a traceback line.
-_FROM_WORKER = "in DataLoader worker process"
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
 #: Signals that programs handle to save their state and end -> the end of such a program.
@@ -157,13 +151,9 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
 
 def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
-    raiser = life.raiser(key)
-    kind, lines, origin = str(event.get("type")), message_lines(event), ""
-    if raiser != key or _FROM_WORKER in lines[0]:
-        kind, lines, origin = *_quoted(lines), f" ({lines[0].rstrip('.')})"
-    text = f"{kind}: {' '.join(lines)}".rstrip(": ") + origin
+    error = exception_of(life, key)
     evidence = [
-        fact("exception", shorten(text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
+        fact("exception", shorten(error.text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
         fact(
             "exception_after_seconds",
             round((event["time_ns"] - origin_ns(life.tables)) / SECOND_NS, 3),
@@ -173,19 +163,19 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
     finding = catalogue.EXCEPTION.finding(
-        locus=life.locus(raiser) if victim is None else victim.locus,
-        since_step=last_step(life.tables, raiser if victim is None else victim.main),
-        evidence=(*evidence, *last_memory(life.tables, raiser)),
+        locus=life.locus(error.process) if victim is None else victim.locus,
+        since_step=last_step(life.tables, error.process if victim is None else victim.main),
+        evidence=(*evidence, *last_memory(life.tables, error.process)),
         went_on="" if victim is None else victim.went_on,
-        what=sentence(life.name(raiser) if victim is None else victim.what),
-        exception=kind,
-        site=_at(event, is_quoted=bool(origin)),
-        headline=f": {lines[0]}" if lines[0] else ".",
+        what=sentence(life.name(error.process) if victim is None else victim.what),
+        exception=error.kind,
+        site=error.site,
+        headline=f": {error.lines[0]}" if error.lines[0] else ".",
         host=key[0],
         pid=key[1],
     )
     finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
-    cause = cause_of(life.tables, raiser, event, f"{kind}: {lines[0]}")
+    cause = cause_of(life.tables, error.process, event, error.headline)
     if cause is None:
         return finding
     return replace(
@@ -195,25 +185,6 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
         evidence=(*finding.evidence, *cause.evidence),
         advice=(*cause.advice, *finding.advice),
     )
-
-
-def _quoted(lines: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the exception at the end of a quoted traceback: its type, and the lines of its message."""
-    frames = [number for number, line in enumerate(lines) if _FRAME.search(line)]
-    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
-    raised = list(dropwhile(lambda line: line.startswith(" "), after)) or [lines[-1]]
-    kind, _, message = raised[0].partition(": ")
-    return kind.rpartition(".")[2], [message, *raised[1:]]
-
-
-def _at(event: Mapping[str, Any], *, is_quoted: bool = False) -> str:
-    """Return the line at which an exception was raised, ` at train.py:37, in main`; `is_quoted`: in a child."""
-    site = event.get("site")
-    if is_quoted:
-        quoted = (Frame(call, path, int(line)) for path, line, call in _FRAME.findall(str(event["message"])))
-        frames = [frame for frame in quoted if frame.is_own]
-        site = f"{frames[-1].path}:{frames[-1].line}, in {frames[-1].function}" if frames else site
-    return f" at {os.path.basename(str(site))}" if site else ""
 
 
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
@@ -227,7 +198,7 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
             since_step=last_step(life.tables, caller),
             evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
             what=sentence(life.name(caller)),
-            site=_at(messages[-1]),
+            site=at_line(messages[-1].get("site")),
             message=message,
         )
         return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]

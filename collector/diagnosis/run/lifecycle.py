@@ -6,6 +6,7 @@ be dead. Where that can't be known (another host, another boot), nothing is clai
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -112,7 +113,7 @@ class Lifecycle:
                 arguments[key] = event.get("argv")
         for event in self.tables.events_of("process-attached", "process-start"):
             arguments[writer_of(event)] = event.get("argv")
-        return {key: " ".join(shlex.join(map(str, argv)).split()) for key, argv in arguments.items() if argv}
+        return {key: _program(list(map(str, argv))) for key, argv in arguments.items() if argv}
 
     def may_train(self, key: ProcessKey) -> bool:
         """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not."""
@@ -379,6 +380,12 @@ def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:
     """Return the process that a `process-seen` event is about; the collector wrote it."""
     pid, ticks = whole(event.get("process_pid")), whole(event.get("process_start_ticks"))
     return None if pid is None or ticks is None else (str(event["host"]), pid, ticks)
+
+
+def _program(argv: list[str]) -> str:
+    """Return a command line without the folders of the interpreter and of the script."""
+    words = [os.path.basename(word) if os.path.isabs(word) else word for word in argv[:2]]
+    return " ".join(shlex.join([*words, *argv[2:]]).split())
 
 
 def _age(key: ProcessKey) -> tuple[int, int]:

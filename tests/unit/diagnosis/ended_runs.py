@@ -43,8 +43,8 @@ def end_workers(script, *who, reason="done"):
     return script
 
 
-def exception(script, kind, message=""):
-    return script.event(script.now_seconds - 0.5, "exception", type=kind, message=message, traceback="…")
+def exception(script, kind, message="", **fields):
+    return script.event(script.now_seconds - 0.5, "exception", type=kind, message=message, traceback="…", **fields)
 
 
 def deaths(script):

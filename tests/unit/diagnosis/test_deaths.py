@@ -15,7 +15,6 @@ from ended_runs import (
 )
 from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, ns, simulate
 
-from collector.diagnosis.deaths.deaths import _at
 from collector.diagnosis.verdict import diagnose
 
 
@@ -353,15 +352,13 @@ def test_evidence_counts_process_exit_events():
     assert {e.name: e.value for e in found.evidence}["farewell_count"] == 1
 
 
-def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks():
-    hook = "/src/training_harness/hooks/loading/worker.py"
-    text = f'in DataLoader worker process 0.\n  File "{hook}", line 141, in timed'
-    assert (
-        _at({"message": text, "site": "/home/me/train.py:9, in <module>"}, is_quoted=True)
-        == " at train.py:9, in <module>"
-    )
-    text = f'{text}\n  File "/home/me/data.py", line 5, in pad'
-    assert (
-        _at({"message": text, "site": "/home/me/train.py:9, in <module>"}, is_quoted=True)
-        == " at data.py:5, in pad"
-    )
+@pytest.mark.parametrize(
+    ("own_frame", "site"),
+    [("", "train.py:9, in <module>"), ('\n  File "/home/me/data.py", line 5, in pad', "data.py:5, in pad")],
+)
+def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks(own_frame, site):
+    hook = '  File "/src/training_harness/hooks/loading/worker.py", line 141, in timed'
+    text = f"Caught KeyError in DataLoader worker process 0.\nTraceback:\n{hook}{own_frame}\nKeyError: 'a'"
+    script = exception(training(), "KeyError", message=text, site="/home/me/train.py:9, in <module>")
+    (found,) = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind == "crashed"]
+    assert f"ended with KeyError at {site}: 'a'" in found.summary

@@ -149,7 +149,7 @@ def test_card_has_the_run_its_findings_and_the_next_command():
     assert "worker 1 of loader 0, rank 0, after 14 steps" in text
     assert "fetch time / that of the others" in text
     assert "2.94x" in text
-    assert "n 300, steps 20-1200" in text
+    assert "n = 300, steps 20-1200" in text
     assert "38 ms" in text
     assert "training process, rank 0, pid 4711" in text
     assert "4 GiB, cgroup" in text
