@@ -11,7 +11,7 @@ from collector.budget.judgement import Judgement
 from collector.findings import Finding, as_json as finding_json, finite
 from collector.report import labels, wording
 from collector.report.terminal import markdown_text, plain_table
-from collector.units import number, quantity
+from collector.units import quantity
 
 SCHEMA = 1
 _MARKS = {"within": "✔ within", "beyond": "✖ beyond", "not judged": "? not judged"}
@@ -89,6 +89,6 @@ def as_json(run_id: str, baseline: str | None, judgements: Sequence[Judgement]) 
 
 def _evidence(finding: Finding) -> list[str]:
     return [
-        f"{labels.label(item.name)}: {quantity(item.value, item.unit)} (n {number(item.n)}, {item.window})"
+        f"{labels.label(item.name)}: {quantity(item.value, item.unit)} ({wording.observed(item)})"
         for item in wording.decisive(finding)
     ]
