@@ -275,9 +275,14 @@ class CudaError:
 
 def cuda_errors(tables: RunTables) -> list[CudaError]:
     """Return the last error of each process and device; one that ended the training goes before caught ones."""
-    slots = worker_slots(tables)
+    slots, life = worker_slots(tables), lifecycle_of(tables)
     last: dict[tuple[ProcessKey, int | None], CudaError] = {}
-    for event in sorted(tables.events_of("cuda-oom"), key=lambda event: event.get("caught") is not True):
+    events: list[Mapping[str, Any]] = []
+    for event in tables.events_of("cuda-oom"):
+        # Shortly before a normal end no request comes in which the process could say that it went on.
+        has_ended_well = life.exit_status == 0 and writer_of(event) not in life.exceptions
+        events.append({**event, "caught": True} if event.get("caught") is None and has_ended_well else event)
+    for event in sorted(events, key=lambda event: event.get("caught") is not True):
         key, device = writer_of(event), whole(event.get("device"))
         last[key, device] = CudaError(key=key, device=device, event=event, slot=slots.get(key[:2]))
     return _of_workers(list(last.values()))

@@ -143,8 +143,9 @@ def test_error_names_the_phase_that_a_callback_reported():
     assert "validation" in post_mortem(told)[0].summary
 
 
-def test_caught_error_is_information():
-    found, _ = post_mortem(recorded("caught-errors"))
+@pytest.mark.parametrize("caught", [True, None], ids=["went on", "ended well soon after it"])
+def test_caught_error_is_information(caught):
+    found, _ = post_mortem(with_changed_event(recorded("caught-errors"), "cuda-oom", caught=caught))
     assert found.severity == "info"
     assert "went on" in found.summary
 
