@@ -225,7 +225,13 @@ HOST_MEMORY = Resource(
         _RAISE_LIMIT,
     ),
 )
-#: The same on a host where no DataLoader worker ran.
+#: Further advice where most of the growth is freed memory that the C library keeps.
+GIVE_BACK_FREED = Advice(
+    text="Set MALLOC_MMAP_THRESHOLD_=1048576 in the environment of the training (glibc)",
+    expected="blocks of 1 MiB and more go back to the system when they are freed",
+    effect="changes memory",
+)
+#: Host memory where no DataLoader worker ran.
 HOST_MEMORY_WITHOUT_WORKERS = replace(
     HOST_MEMORY,
     risk_advice=(_FIX_HOST_GROWTH,),

@@ -426,6 +426,26 @@ def test_growth_of_other_programs_on_a_roomy_host_is_no_risk():
     assert kinds(memory(training(), host=2000 * RAMP)) == []
 
 
+def test_workers_of_one_epoch_after_another_are_no_growth_of_the_run():
+    script = memory(training(), host=2000 * RAMP)
+    for epoch in range(6):
+        lived = slice(10 * epoch, 10 * epoch + 10)
+        grown = np.linspace(20, 320, 10) * MIB
+        key = ("node", 900 + epoch, 900 + epoch)
+        sample_process(script, SECONDS[lived], key, ROLE_WORKER, private=grown, rss=grown, worker=0, loader=0)
+    assert kinds(script) == []
+
+
+def test_a_risk_of_freed_memory_that_stays_says_so_and_how_to_get_it_back():
+    script = memory(training(), main=600 * RAMP, free=580 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    (risk,) = findings_of(script)
+    assert "MiB of the growth is freed memory in the training process (pid 100)" in risk.summary
+    assert risk.value_of("freed_rise_bytes") > 400 * MIB
+    assert "MALLOC_MMAP_THRESHOLD_" in risk.advice[0].text
+    leak = memory(training(), main=600 * RAMP, free=0 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    assert all(finding.value_of("freed_rise_bytes") is None for finding in findings_of(leak))
+
+
 def test_full_host_is_a_risk_without_growth():
     script = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
     risk = findings_of(script)
