@@ -36,6 +36,8 @@ _FROM_WORKER = "in DataLoader worker process"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
+#: Exit status of the command `timeout` (coreutils) once the time is over.
+_TIMEOUT_STATUS = 124
 #: Signals that programs handle to save their state and end -> the end of such a program.
 _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
@@ -65,6 +67,9 @@ def find_deaths(tables: RunTables) -> list[Finding]:
         if life.is_dead(key) and key not in life.recorded_exits
     ]
     oom = oom_victims(tables, [*victims, *(main_victim(life, key, None) for key in gone)])
+    if not oom:  # a helper, such as an evaluation in a child process
+        helpers = [key for key in life.samples_of_others if life.is_dead(key) and key not in life.recorded_exits]
+        oom = oom_victims(tables, [main_victim(life, key, None) for key in helpers])
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
     findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
@@ -129,7 +134,7 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     Exceptions of the processes that started the training count too, unless they report a victim's end.
     """
     if life.exit_status == 0:
-        return []
+        return _survived_crashes(life)
     victim_mains = {victim.main for victim in victims}
     causes = [
         (key, event)
@@ -147,6 +152,21 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
         findings += _failed_exit(life, code)
+    return findings
+
+
+def _survived_crashes(life: Lifecycle) -> list[Finding]:
+    """Return the exceptions of trainings that the command survived, as a sweep does; the first of those alike."""
+    explained = ended_by_cuda_oom(life.tables)
+    alike: dict[tuple[str, str], list[tuple[ProcessKey, Mapping[str, Any]]]] = {}
+    for key, event in sorted(life.exceptions.items(), key=lambda item: item[1]["time_ns"]):
+        if key in life.mains and key != life.command and key not in explained and signal_raised(event) is None:
+            alike.setdefault((str(event.get("type")), str(event.get("site"))), []).append((key, event))
+    findings = []
+    for (key, event), *more in alike.values():
+        finding = _crash(life, key, event, main_victim(life, key, None))
+        count = fact("victims_count", 1 + len(more), "training processes that ended so")
+        findings.append(replace(finding, evidence=(*finding.evidence, count)))
     return findings
 
 
@@ -171,7 +191,7 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
         locus=life.locus(raiser) if victim is None else victim.locus,
         since_step=last_step(life.tables, raiser if victim is None else victim.main),
         evidence=(*evidence, *last_memory(life.tables, raiser)),
-        went_on="" if victim is None else victim.went_on,
+        went_on="" if victim is None or not victim.went_on else f".{victim.went_on}",
         what=sentence(life.name(raiser) if victim is None else victim.what),
         exception=kind,
         site=_at(event, is_quoted=bool(origin)),
@@ -234,8 +254,9 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     signal = code - _SIGNAL_STATUS
+    is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
     return [
-        _EXITS.get(signal, catalogue.FAILED_EXIT).finding(
+        (catalogue.TIMED_OUT if is_over else _EXITS.get(signal, catalogue.FAILED_EXIT)).finding(
             locus=Locus(host=key[0], role="main", pid=key[1]),
             since_step=last_step(life.tables, key),
             evidence=evidence,

@@ -68,16 +68,15 @@ def test_optimizers_count_together_and_not_once_they_are_gone() -> None:
 
 
 def test_optimizers_of_earlier_trials_are_no_longer_in_use() -> None:
-    trials, gauge = [], OptimizerGauge()
+    trials, rows, gauge = [], [], OptimizerGauge()
     for _ in range(3):
         layer = torch.nn.Linear(100, 100, bias=False)
         trials.append(torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9))
         step(trials[-1], layer)
         gauge.see(weakref.ref(trials[-1]))
-        rows: list[tuple[int, ...]] = []
         gauge.record(SimpleNamespace(optimizer=lambda *row: rows.append(row)))
-        size = 100 * 100 * FLOAT_BYTES
-        assert [row[2:] for row in rows] == [(size, size)]
+    size = 100 * 100 * FLOAT_BYTES
+    assert [row[2:] for row in rows] == [(size, size)] * 3
 
 
 class Wrapped(torch.Tensor):
