@@ -77,11 +77,12 @@ _AFTER_TRAINING = " It did so after the training's last step or batch."
 
 
 class _Leak(NamedTuple):
-    """A worker that grows, its growth, and what confirms it."""
+    """A worker that grows, its growth, what confirms it, and the worker's samples."""
 
     use: Use
     trend: Growth
     witnesses: tuple[Evidence, ...]
+    rows: pd.DataFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +333,7 @@ def _note_worker(
         return
     grown = workers.young if young else workers.leaks
     if number not in grown or grown[number].trend.rise < trend.rise:
-        grown[number] = _Leak(use, trend, witnesses_of(trend, {"private_dirty_rise_bytes": private}))
+        grown[number] = _Leak(use, trend, witnesses_of(trend, {"private_dirty_rise_bytes": private}), rows)
 
 
 def _loader_finding(tables: RunTables, place: Locus, workers: _Workers) -> Finding | None:
@@ -398,7 +399,7 @@ def _loader_filling(
 
 def _young_loader(tables: RunTables, of_workers: Mapping[int, _Leak]) -> Finding:
     """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
-    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak.trend.rise)
+    use, trend, witnesses, _ = max(of_workers.values(), key=lambda leak: leak.trend.rise)
     workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
     grows = f"Worker {workers} grows" if len(of_workers) == 1 else f"Workers {workers} each grow"
     return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
@@ -425,7 +426,7 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         unit="bytes/s",
     )
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
-    use, trend, witnesses = max(leaks, key=lambda leak: leak.trend.rise)
+    use, trend, witnesses, rows = max(leaks, key=lambda leak: leak.trend.rise)
     finding = leak_finding(
         tables,
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
@@ -439,6 +440,7 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         most=f" Worker {use.locus.worker} grew most: {size(trend.rise)}." if len(workers) > 1 else "",
         slope=size(total.value),
     )
+    finding = _with_threads(finding, use, rows)
     until_then = (resources.END_WORKERS,) if witnesses and unbounded and _stay(tables, place) else ()
     return replace(
         finding,

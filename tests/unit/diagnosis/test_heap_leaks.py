@@ -62,6 +62,17 @@ def test_leak_per_step_is_right_although_steps_become_faster():
     assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
 
 
+def test_threads_that_workers_never_end_are_named():
+    script, counts = training(), np.round(8 + 200 * RAMP)
+    for worker, key in enumerate(WORKERS):
+        held = (300 + 100 * RAMP) * MIB
+        of_worker = {"worker": worker, "loader": 0, "thread_count": counts}
+        sample_process(script, SECONDS, key, ROLE_WORKER, private=held, rss=held, **of_worker)
+    [leak] = findings_of(script)
+    assert leak.kind == "worker-heap-leak"
+    assert "threads that never end" in leak.advice[0].text
+
+
 @pytest.mark.parametrize(("threads", "names"), [(200 * RAMP, True), (4 * RAMP, False), (20 * (RAMP > 0.5), False)])
 def test_a_leak_by_threads_that_never_end_names_them(threads, names):
     """A few threads, or a pool that starts once, do not explain growth."""
