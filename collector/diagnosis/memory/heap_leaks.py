@@ -58,11 +58,12 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, step_units
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
+from training_harness.records import UNIT_OPTIMIZER
 
 #: Times (seconds) and values of a measurement that is read seldom.
 _Readings = tuple[Floats, Floats]
@@ -178,9 +179,13 @@ def _leak_of_main(
     life, trains = lifecycle_of(tables), iterates(tables, key)
     # The rise and the steps cover the same time: steps may take longer now than before.
     steps = steps_within(tables, key, *use.span_ns(trend))
+    resource = resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS
+    units = step_units(written(tables, "step", key))
+    if resource is resources.HEAP and len(units) and (units < UNIT_OPTIMIZER).all():
+        resource = resources.HEAP_OF_OUTPUTS
     finding = leak_finding(
         tables,
-        resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS,
+        resource,
         use,
         trend,
         (*witnesses, *_half_slopes(use, trend)) if witnesses else (),

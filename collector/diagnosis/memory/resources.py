@@ -61,6 +61,18 @@ HEAP = Resource(
         ),
     ),
 )
+#: The heap of a process that computes batches and steps no optimizer.
+HEAP_OF_OUTPUTS = replace(
+    HEAP,
+    leak_advice=(
+        Advice(
+            text="Look for what keeps the outputs of each batch: a list of results grows with the dataset; write "
+            "them to a file as they come, or into one array of their final size (np.memmap). Else look for caches "
+            "without bound",
+            expected="the growth of {slope}/s stops",
+        ),
+    ),
+)
 #: The heap of a process without batches, optimizer steps or forward passes.
 HEAP_WITHOUT_ITERATIONS = replace(
     HEAP,

@@ -47,7 +47,7 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
     loop, less, cores = case.loop, _less_per_fetch(limit), cores_per_rank(case.tables, case.loop.main[0])
     condition = _SHARING_OUT if case.setting.get("iterable") and loop.num_workers <= 1 else ""
     if limit.by in ("oversubscribed", "affinity"):
-        return _advise_cores(limit, loop.num_workers, cores)
+        return _advise_cores(limit, loop.num_workers, cores, case.steady.capacity_ratio)
     if not loop.num_workers:
         also = " (and persistent_workers=True if there are several epochs)"
         return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also + condition)
@@ -112,7 +112,7 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     )
 
 
-def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[Advice, ...]:
+def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float, capacity_ratio: float) -> tuple[Advice, ...]:
     """Return advice for fetches that wait for a core; more workers would only wait with them."""
     if limit.by == "affinity":
         return (
@@ -123,12 +123,13 @@ def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[A
             ),
         )
     if limit.others:
-        return (
-            Advice(
-                text=FREE_CORES,
-                expected="fetches no longer wait for a core; other numbers of workers change little until then",
-            ),
+        free = Advice(
+            text=FREE_CORES,
+            expected="fetches no longer wait for a core; other numbers of workers change little until then",
         )
+        computing = limit.cpu_ratio + limit.children_ratio
+        slow = f"a fetch computes {percent(computing)} of its time: too long for the loop even on a core of its own"
+        return (free, replace(_LESS_COMPUTING, expected=slow)) if computing * capacity_ratio > 1 else (free,)
     return advise_crowded(num_workers, cores)
 
 

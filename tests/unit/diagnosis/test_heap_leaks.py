@@ -34,7 +34,7 @@ from collector.diagnosis.memory.exhaustion import full_finding
 from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Limit, Locus, measurements
-from training_harness.records import ROLE_MAIN, ROLE_WORKER
+from training_harness.records import ROLE_MAIN, ROLE_WORKER, UNIT_BATCH, UNIT_OPTIMIZER
 
 
 def test_flat_memory_is_healthy():
@@ -60,6 +60,15 @@ def test_leak_per_step_is_right_although_steps_become_faster():
     assert per_step_mib == pytest.approx(2, rel=0.15)
     assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
     assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
+
+
+@pytest.mark.parametrize(("unit", "words"), [(UNIT_OPTIMIZER, "create_graph"), (UNIT_BATCH, "a list of results")])
+def test_growth_without_an_optimizer_is_advised_to_look_at_the_results(unit, words):
+    script = memory(training(), main=300 * RAMP, total=10**14)
+    for part in script.parts["step"]:
+        part["unit"] = unit
+    [leak] = findings_of(script)
+    assert words in leak.advice[0].text
 
 
 def test_threads_that_workers_never_end_are_named():

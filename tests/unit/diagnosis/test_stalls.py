@@ -128,6 +128,18 @@ def test_cores_filled_by_the_training_are_not_blamed_on_others(workers, fetch, t
     assert found.fault == ("this machine" if others else "your settings")
 
 
+@pytest.mark.parametrize(("fetch", "less"), [(0.08, False), (0.3, True)])
+def test_fetches_that_compute_too_much_for_the_loop_are_told_so_beside_other_programs(fetch, less):
+    settings = {"workers": 2, "prefetch": 2, "consumer": jittered(0.02), "batches": 200, "cores": 2.0}
+    script = simulate(service=jittered(fetch), split=(0.2, 0.8, 0.0), **settings)
+    seconds = 1000 + np.arange(35.0)
+    used = {"cpu_ns": 0.1e9 * seconds, "run_queue_ns": 0.0 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(35), rss=np.ones(35), **used)
+    (found,) = find_stalls(script.tables())
+    assert "what else uses the cores" in found.advice[0].text
+    assert any("too long for the loop" in advice.expected for advice in found.advice) == less
+
+
 def test_workers_are_blamed_if_they_and_the_loop_wait_for_cores():
     queueing = (0.5, 0.5, 0.0)
     found = crowded(split=queueing)
