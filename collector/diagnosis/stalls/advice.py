@@ -129,7 +129,9 @@ def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float, capacity_r
         )
         computing = limit.cpu_ratio + limit.children_ratio
         slow = f"a fetch computes {percent(computing)} of its time: too long for the loop even on a core of its own"
-        return (free, replace(_LESS_COMPUTING, expected=slow)) if computing * capacity_ratio > 1 else (free,)
+        less = (replace(_LESS_COMPUTING, expected=slow),) if computing * capacity_ratio > 1 else ()
+        fills = num_workers * (1 - limit.blocked_ratio) > cores  # the workers would, without other programs
+        return (free, *less, *(advise_crowded(num_workers, cores)[1:] if fills else ()))
     return advise_crowded(num_workers, cores)
 
 
@@ -144,7 +146,7 @@ def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
             f"thread per worker ({threads})"
             if num_workers
             else f"Use no more threads than cores: one in libraries that the dataset calls ({threads})",
-            expected="about the same throughput with less memory: the cores are full already"
+            expected="about the same throughput with less memory: more threads only wait for the cores"
             if num_workers
             else "a fetch no longer waits for the cores that its own threads fill",
         ),
