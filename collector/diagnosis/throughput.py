@@ -8,6 +8,7 @@ from typing import TypedDict
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.core_waits import queued_ratio
 from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, finite, floats, median
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -27,6 +28,7 @@ _PHASES = {
     "the optimizer": "optimizer_ns",
     "the rest of the step": "other_ns",
 }
+_CORE_WAIT = "waiting for a core"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,10 @@ class ThroughputRatio:
 
 
 class Slowdown(TypedDict):
-    """Steps that became slower, in seconds: the median step at first and at the end, the phase that grew most."""
+    """Steps that became slower, in seconds: the median step at first and at the end, the phase that grew most.
+
+    The phase is `waiting for a core` if the steps take no longer without such waits.
+    """
 
     first_seconds: float
     last_seconds: float
@@ -72,6 +77,9 @@ def slowdown(tables: RunTables) -> Slowdown | None:
         phase: np.nan_to_num(median(floats(last, column)) - median(floats(first, column)))
         for phase, column in _PHASES.items()
     }
+    queued = [_queued_ratio(tables, part) for part in (first, last)]
+    if now * (1 - queued[1]) < _SLOWER_RATIO * before * (1 - queued[0]):
+        growths = {_CORE_WAIT: now * queued[1] - before * queued[0]}
     phase = max(growths, key=lambda name: growths[name])
     return {
         "first_seconds": before / SECOND_NS,
@@ -79,6 +87,12 @@ def slowdown(tables: RunTables) -> Slowdown | None:
         "phase": phase,
         "phase_growth_seconds": float(growths[phase]) / SECOND_NS,
     }
+
+
+def _queued_ratio(tables: RunTables, steps: pd.DataFrame) -> float:
+    """Return the share of the time of these steps in which their thread waited for a core, 0 if unknown."""
+    times, (host, pid, ticks) = floats(steps, "time_ns"), steps[WRITER].iloc[0]
+    return queued_ratio(tables, (str(host), int(pid), int(ticks)), times[0], times[-1])[0]
 
 
 def throughput_ratio(tables: RunTables, baseline: RunTables) -> ThroughputRatio:

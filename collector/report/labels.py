@@ -97,6 +97,8 @@ LABELS = {
     "shm_used_peak_bytes": "highest use of /dev/shm",
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
+    "epoch_seconds": "epoch, first batch to last",
+    "freed_rise_bytes": "growth of freed memory that stays",
     "fd_rise_count": "growth of open files",
     "thread_rise_count": "growth of the number of threads",
     "fd_per_step": "more open files per step",

@@ -121,7 +121,8 @@ def slower_words(slowdown: Slowdown) -> str:
     """Return how much slower the steps became, and in which phase."""
     now, before = duration(slowdown["last_seconds"]), duration(slowdown["first_seconds"])
     more = duration(slowdown["phase_growth_seconds"])
-    return f"a step takes {now}, at first {before}: {more} more in {slowdown['phase']}"
+    phase = slowdown["phase"]
+    return f"a step takes {now}, at first {before}: {more} more {phase if 'waiting' in phase else f'in {phase}'}"
 
 
 def part(name: str) -> str:

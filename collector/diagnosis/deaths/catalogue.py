@@ -152,7 +152,7 @@ OOM_KILL = Death(
     kind="host-oom-kill",
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",
     advice=(
-        Advice(text="Hold less memory in the training process", expected="demand stays below the limit"),
+        Advice(text="Hold less memory in that process", expected="demand stays below the limit"),
         RAISE_LIMIT,
     ),
 )
@@ -262,6 +262,16 @@ EXIT_AFTER_SIGNAL = replace(
     sentence="The command ended by itself with exit status {status}, which stands for {signal} (128 + {number}): "
     "it probably handled that signal.",
     confidence=0.8,
+)
+TIMED_OUT = replace(
+    STOPPED,
+    sentence="`timeout` ended the command, since its time was over (exit status {status}).",
+    advice=(
+        Advice(
+            text="Give `timeout` more time, or save a checkpoint when SIGTERM comes",
+            expected="the training ends by itself, or goes on from there",
+        ),
+    ),
 )
 EXIT_AFTER_INTERRUPT = replace(EXIT_AFTER_SIGNAL, severity="info", advice=())
 COLLECTOR_KILLED = Death(

@@ -30,6 +30,8 @@ from collector.store import ProcessKey
 
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
+#: Exit status of the command `timeout` (coreutils) once the time is over.
+_TIMEOUT_STATUS = 124
 #: Signals that programs handle to save their state and end -> the end of such a program.
 _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
@@ -70,6 +72,9 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     ended = (key for key in (*life.watched, *life.replaced, *survived) if key not in life.recorded_exits)
     gone = [main_victim(life, key, None) for key in ended if life.is_dead(key)]
     oom, bus = oom_victims(tables, [*victims, *gone]), bus_victims(tables, victims)
+    if not oom:  # a helper, such as an evaluation in a child process
+        helpers = [key for key in life.samples_of_others if life.is_dead(key) and key not in life.recorded_exits]
+        oom = oom_victims(tables, [main_victim(life, key, None) for key in helpers])
     over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
     rest = [victim for victim in victims if victim not in (*oom, *bus, *over)]
     is_cancelled = bool(tables.events_of("hang-cancelled"))
@@ -128,7 +133,7 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     Exceptions of the processes that started the training count too, unless they report a victim's end.
     """
     if life.exit_status == 0:
-        return []
+        return _survived_crashes(life)
     victim_mains = {victim.main for victim in victims}
     causes = [
         (key, event)
@@ -149,6 +154,21 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     return findings
 
 
+def _survived_crashes(life: Lifecycle) -> list[Finding]:
+    """Return the exceptions of trainings that the command survived, as a sweep does; the first of those alike."""
+    explained = ended_by_cuda_oom(life.tables)
+    alike: dict[tuple[str, str], list[tuple[ProcessKey, Mapping[str, Any]]]] = {}
+    for key, event in sorted(life.exceptions.items(), key=lambda item: item[1]["time_ns"]):
+        if key in life.mains and key != life.command and key not in explained and signal_raised(event) is None:
+            alike.setdefault((str(event.get("type")), str(event.get("site"))), []).append((key, event))
+    findings = []
+    for (key, event), *more in alike.values():
+        finding = _crash(life, key, event, main_victim(life, key, None))
+        count = fact("victims_count", 1 + len(more), "training processes that ended so")
+        findings.append(replace(finding, evidence=(*finding.evidence, count)))
+    return findings
+
+
 def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
     error = exception_of(life, key)
@@ -166,7 +186,7 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
         locus=life.locus(error.process) if victim is None else victim.locus,
         since_step=last_step(life.tables, error.process if victim is None else victim.main),
         evidence=(*evidence, *last_memory(life.tables, error.process)),
-        went_on="" if victim is None else victim.went_on,
+        went_on="" if victim is None or not victim.went_on else f".{victim.went_on}",
         what=sentence(life.name(error.process) if victim is None else victim.what),
         exception=error.kind,
         site=error.site,
@@ -210,8 +230,9 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     signal = code - _SIGNAL_STATUS
+    is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
     return [
-        _EXITS.get(signal, catalogue.FAILED_EXIT).finding(
+        (catalogue.TIMED_OUT if is_over else _EXITS.get(signal, catalogue.FAILED_EXIT)).finding(
             locus=Locus(host=key[0], role="main", pid=key[1]),
             since_step=last_step(life.tables, key),
             evidence=evidence,

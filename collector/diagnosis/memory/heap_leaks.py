@@ -56,11 +56,12 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
-from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.tables import RunTables, step_units, writer_of
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
 from collector.units import size
+from training_harness.records import UNIT_OPTIMIZER
 
 #: Times (seconds) and values of a measurement that is read seldom.
 _Readings = tuple[Floats, Floats]
@@ -80,12 +81,14 @@ class _Workers:
 
     Attributes:
         leaks: those that grow; `young` are those whose growth is too small, or too brief, to call a leak.
+        threads: number of threads of those that grow, at the times of their use.
         lasting: those that were sampled to the end, with the readings of their private memory.
         rises: how far the levels of each worker of a number lie apart, in bytes.
     """
 
     leaks: dict[int, GrowingUse] = field(default_factory=dict)
     young: dict[int, GrowingUse] = field(default_factory=dict)
+    threads: dict[int, Floats] = field(default_factory=dict)
     lasting: dict[int, tuple[Use, _Readings]] = field(default_factory=dict)
     rises: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -146,7 +149,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     growing = GrowingUse(use, trend, witnesses)
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
-    leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, rows)
+    leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, floats(rows, "thread_count"))
     return leak if stairs is None else replace(leak, severity="info")
 
 
@@ -155,8 +158,12 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
     life, trains = lifecycle_of(tables), iterates(tables, key)
     # The rise and the steps cover the same time: steps may take longer now than before.
     steps = steps_within(tables, key, *growing.span_ns)
+    resource = resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS
+    units = step_units(written(tables, "step", key))
+    if resource is resources.HEAP and len(units) and (units < UNIT_OPTIMIZER).all():
+        resource = resources.HEAP_OF_OUTPUTS
     finding = leak_finding(
-        resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS,
+        resource,
         replace(growing, witnesses=(*witnesses, *_half_slopes(growing)) if witnesses else ()),
         iterates=is_iterating,
         process=sentence(life.name(key)),
@@ -171,9 +178,9 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
     )
 
 
-def _with_threads(leak: Finding, use: Use, rows: pd.DataFrame) -> Finding:
+def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:
     """Return a leak with the threads that its process started and never ended, if they get more like a leak."""
-    counts = replace(use, values=floats(rows, "thread_count"))
+    counts = replace(use, values=thread_counts)
     trend = counts.growth(BLOCK_COUNTS[0])  # a rise below one thread per block of a trend is a few single events
     if trend is None:
         return leak
@@ -307,6 +314,7 @@ def _note_worker(
     grown = workers.young if young else workers.leaks
     if number not in grown or grown[number].trend.rise < trend.rise:
         grown[number] = GrowingUse(use, trend, witnesses_of(trend, {"private_dirty_rise_bytes": private}))
+        workers.threads[number] = floats(rows, "thread_count")
 
 
 def _loader_finding(tables: RunTables, place: Locus, workers: _Workers) -> Finding | None:
@@ -408,6 +416,8 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         most=f" Worker {most.use.locus.worker} grew most: {size(most.trend.rise)}." if are_several else "",
         slope=size(total.value),
     )
+    if most.use.locus.worker is not None:
+        finding = _with_threads(finding, most.use, of_loader.threads[most.use.locus.worker])
     until_then = (resources.END_WORKERS,) if most.witnesses and unbounded and _stay(tables, place) else ()
     return replace(
         finding,

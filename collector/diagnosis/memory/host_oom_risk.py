@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,8 +16,13 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import GrowingUse, Use, filling_of, growth_of
-from collector.diagnosis.memory.resources import HOST_MEMORY, HOST_MEMORY_WITHOUT_WORKERS, Resource
+from collector.diagnosis.memory.leak import GrowingUse, Use, filling_of, growth_of, rise_since
+from collector.diagnosis.memory.resources import (
+    GIVE_BACK_FREED,
+    HOST_MEMORY,
+    HOST_MEMORY_WITHOUT_WORKERS,
+    Resource,
+)
 from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
@@ -26,15 +32,20 @@ from collector.diagnosis.run.columns import (
     floats,
     held_bytes,
     host_samples,
+    median,
     peak,
+    seconds,
     training_end_ns,
     training_start_ns,
     worker_samples,
+    written,
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.tables import RunTables, once
+from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Finding, Limit, Locus, fact
+from collector.store import ProcessKey
+from collector.units import size
 
 #: Share of the limit that is critical.
 _CRITICAL_RATIO = 0.98
@@ -44,7 +55,6 @@ _NEGLIGIBLE_BYTES = 32 * MIB
 #: Share of the growth that must come from the run itself, unless `_NEAR_RATIO` of the limit is in use.
 _RUN_SHARE_RATIO = 0.5
 _NEAR_RATIO = 0.8
-_MIN_READINGS = 4
 
 
 def find_host_risk(tables: RunTables, copies: Sequence[Finding]) -> list[Finding]:
@@ -66,8 +76,8 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     bound = Limit(name=name, value=limit, unit="bytes")
     for begin, end in _phases(tables):
         course = _course(tables, host, use.where(is_known & (times >= begin) & (times <= end)), bound)
-        if course is not None and course.is_relevant and _matters(tables, host, course, copies):
-            return exhaustion_finding(course)
+        if course is not None and course.is_relevant and _matters(course, copies):
+            return _with_freed(exhaustion_finding(course), course.growing)
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(tables, host, peak(demand), bound, int(is_known.sum()))
     return None
@@ -106,13 +116,13 @@ def _resource(tables: RunTables, host: str) -> Resource:
     return HOST_MEMORY if has_workers else HOST_MEMORY_WITHOUT_WORKERS
 
 
-def _matters(tables: RunTables, host: str, course: Course, copies: Sequence[Finding]) -> bool:
+def _matters(course: Course, copies: Sequence[Finding]) -> bool:
     trend, limit, used = course.growing.trend, course.limit.value, current_level(course.growing.use.values)
     copy_rate = sum(finding.rate.value for finding in copies if finding.rate)
     uncopied_bytes = sum(_uncopied_bytes(finding) for finding in copies)
     if copy_rate >= _RUN_SHARE_RATIO * trend.slope and used + uncopied_bytes < limit:
         return False  # copying ends before the limit
-    run_bytes = run_rise_bytes(tables, host, trend.since_seconds)
+    run_bytes = _run_rise_bytes(course.growing)
     return not run_bytes < _RUN_SHARE_RATIO * trend.rise or used >= _NEAR_RATIO * limit
 
 
@@ -121,23 +131,60 @@ def _uncopied_bytes(finding: Finding) -> float:
     return max(0.0, finding.limit.value - copied) if finding.limit else 0.0
 
 
-@once
-def run_rise_bytes(tables: RunTables, host: str, since_seconds: float) -> float:
-    """Return the rise of the run's processes since then, NaN if they have too few samples.
+def _run_rise_bytes(growing: GrowingUse) -> float:
+    """Return the rise of the run's processes in the window of a growth, NaN if they have too few samples.
 
-    It is the sum of `held_bytes`, in which shared memory counts once.
+    It is that of the sum of `held_bytes`, in which shared memory counts once. Workers that end with their epoch
+    free what they took, so it is the processes' sum that may grow, not each of them.
     """
-    process = tables.stream("process")
-    rises, count = [], 0
-    for _, rows in by_process(process[process["host"] == host]):
-        held = finite(held_bytes(rows)[floats(rows, "time_ns") >= since_seconds * SECOND_NS])
-        count += len(held)
-        rises.append(float(held[-1] - held[0]) if len(held) else 0.0)
-    return sum(rises) if count >= _MIN_READINGS else math.nan
+    use, trend = growing.use, growing.trend
+    tables, host, times = use.tables, use.locus.host, use.times
+
+    def find() -> float:
+        process, total = tables.stream("process"), np.full(len(times), np.nan)
+        margin = median(np.diff(times)) / 2  # the samples of a tick are not of one moment
+        for _, rows in by_process(process[process["host"] == host]):
+            held = held_bytes(rows)
+            at, held = seconds(rows)[np.isfinite(held)], finite(held)
+            if len(held):
+                lives = (times >= at[0] - margin) & (times <= at[-1] + margin)
+                total[lives] = np.nan_to_num(total[lives]) + np.interp(times[lives], at, held)
+        return rise_since(times, total, trend)
+
+    return tables.once((_run_rise_bytes, host, trend.since_seconds), find)
+
+
+def _freed(growing: GrowingUse) -> tuple[ProcessKey, float, int] | None:
+    """Return the training process in which freed memory makes up most of a growth, that memory and its readings.
+
+    The C library keeps it: between the blocks that were freed lie small ones that stay.
+    """
+    tables, trend = growing.use.tables, growing.trend
+    for key in lifecycle_of(tables).mains:
+        heap = written(tables, "heap", key)
+        rise = rise_since(seconds(heap), floats(heap, "free_bytes"), trend)
+        if key[0] == growing.use.locus.host and rise >= _RUN_SHARE_RATIO * trend.rise:
+            return key, rise, int((seconds(heap) >= trend.since_seconds).sum())
+    return None
+
+
+def _with_freed(risk: Finding, growing: GrowingUse) -> Finding:
+    """Return a risk with the freed memory that a training process does not give back, if that is most of it."""
+    found = _freed(growing)
+    if found is None:
+        return risk
+    key, rise, n = found
+    of_process = f"{size(rise)} of the growth is freed memory in {lifecycle_of(growing.use.tables).name(key)}"
+    return replace(
+        risk,
+        summary=f"{risk.summary} {of_process}: small objects that stay keep the C library from giving it back.",
+        evidence=(*risk.evidence, fact("freed_rise_bytes", round(rise), "same window", n=n)),
+        advice=(GIVE_BACK_FREED, *risk.advice),
+    )
 
 
 def _witnesses(tables: RunTables, host: str, growing: GrowingUse) -> tuple[Evidence, ...]:
-    rise, pressure = run_rise_bytes(tables, host, growing.trend.since_seconds), _pressure(tables, host)
+    rise, pressure = _run_rise_bytes(growing), _pressure(tables, host)
     if not math.isfinite(rise):
         return pressure
     return (fact("run_processes_rise_bytes", round(rise), growing.window, n=growing.trend.n), *pressure)

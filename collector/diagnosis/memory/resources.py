@@ -61,6 +61,18 @@ HEAP = Resource(
         ),
     ),
 )
+#: The heap of a process that computes batches and steps no optimizer.
+HEAP_OF_OUTPUTS = replace(
+    HEAP,
+    leak_advice=(
+        Advice(
+            text="Look for what keeps the outputs of each batch: a list of results grows with the dataset; write "
+            "them to a file as they come, or into one array of their final size (np.memmap). Else look for caches "
+            "without bound",
+            expected="the growth of {slope}/s stops",
+        ),
+    ),
+)
 #: The heap of a process without batches, optimizer steps or forward passes.
 HEAP_WITHOUT_ITERATIONS = replace(
     HEAP,
@@ -228,7 +240,13 @@ HOST_MEMORY = Resource(
         _RAISE_LIMIT,
     ),
 )
-#: The same on a host where no DataLoader worker ran.
+#: Further advice where most of the growth is freed memory that the C library keeps.
+GIVE_BACK_FREED = Advice(
+    text="Set MALLOC_MMAP_THRESHOLD_=1048576 in the environment of the training (glibc)",
+    expected="blocks of 1 MiB and more go back to the system when they are freed",
+    effect="changes memory",
+)
+#: Host memory where no DataLoader worker ran.
 HOST_MEMORY_WITHOUT_WORKERS = replace(
     HOST_MEMORY,
     risk_advice=(_FIX_HOST_GROWTH,),

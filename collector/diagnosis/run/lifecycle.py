@@ -88,10 +88,15 @@ class Lifecycle:
     @cached_property
     def others(self) -> tuple[ProcessKey, ...]:
         """Processes that are no training, worker or watched process, and have enough samples to be judged."""
+        return tuple(key for key, count in self.samples_of_others.items() if count >= MIN_POINTS)
+
+    @cached_property
+    def samples_of_others(self) -> dict[ProcessKey, int]:
+        """Processes that are no training, worker or watched process -> the number of their samples."""
         process = self.tables.stream("process")
         rows = process[~np.isin(floats(process, "role"), (ROLE_WORKER, ROLE_COLLECTOR))]
-        keys = (key for key, samples in by_process(rows) if len(samples) >= MIN_POINTS)
-        return tuple(key for key in keys if key not in self._attempts and key not in self.watched)
+        counts = ((key, len(samples)) for key, samples in by_process(rows))
+        return {key: n for key, n in counts if key not in self._attempts and key not in self.watched}
 
     @cached_property
     def with_torch(self) -> frozenset[ProcessKey]:

@@ -47,7 +47,7 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
     loop, less, cores = case.loop, _less_per_fetch(limit), cores_per_rank(case.loop.tables, case.loop.main[0])
     condition = _SHARING_OUT if case.loop.setting.get("iterable") and loop.num_workers <= 1 else ""
     if limit.by in ("oversubscribed", "affinity"):
-        return _advise_cores(limit, loop.num_workers, cores)
+        return _advise_cores(limit, loop.num_workers, cores, case.steady.capacity_ratio)
     if not loop.num_workers:
         also = " (and persistent_workers=True if there are several epochs)"
         return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also + condition)
@@ -112,7 +112,7 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     )
 
 
-def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[Advice, ...]:
+def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float, capacity_ratio: float) -> tuple[Advice, ...]:
     """Return advice for fetches that wait for a core; more workers would only wait with them."""
     if limit.by == "affinity":
         return (
@@ -123,12 +123,15 @@ def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[A
             ),
         )
     if limit.others:
-        return (
-            Advice(
-                text=FREE_CORES,
-                expected="fetches no longer wait for a core; other numbers of workers change little until then",
-            ),
+        free = Advice(
+            text=FREE_CORES,
+            expected="fetches no longer wait for a core; other numbers of workers change little until then",
         )
+        computing = limit.cpu_ratio + limit.children_ratio
+        slow = f"a fetch computes {percent(computing)} of its time: too long for the loop even on a core of its own"
+        less = (replace(_LESS_COMPUTING, expected=slow),) if computing * capacity_ratio > 1 else ()
+        fills = num_workers * (1 - limit.blocked_ratio) > cores  # the workers would, without other programs
+        return (free, *less, *(advise_crowded(num_workers, cores)[1:] if fills else ()))
     return advise_crowded(num_workers, cores)
 
 
@@ -143,7 +146,7 @@ def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
             f"thread per worker ({threads})"
             if num_workers
             else f"Use no more threads than cores: one in libraries that the dataset calls ({threads})",
-            expected="about the same throughput with less memory: the cores are full already"
+            expected="about the same throughput with less memory: more threads only wait for the cores"
             if num_workers
             else "a fetch no longer waits for the cores that its own threads fill",
         ),

@@ -2,6 +2,7 @@
 
 import pytest
 from ended_runs import (
+    COLLECTOR,
     DEATHS,
     KILLED_MESSAGE,
     WORKERS,
@@ -212,6 +213,28 @@ def test_exception_of_a_helper_in_a_finished_run_is_no_crash():
         script.now_seconds - 3, "exception", ("node", 555, 1), type="OSError", message="helper", traceback=""
     )
     assert deaths(script) == []
+
+
+def test_trials_that_a_sweep_survives_are_a_warning_once_for_those_that_raised_alike():
+    script, _ = ranks(count=4)
+    for number in (1, 2):
+        raised = {"type": "RuntimeError", "message": "shapes differ", "site": "/home/me/trial.py:9, in main"}
+        script.event(START_SECONDS + number, "exception", ("node", 200 + number, 8000), **raised)
+    verdict = diagnose(end_run(script, 0).tables())
+    [found] = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (found.kind, found.severity, found.locus.pid) == ("crashed", "warning", 201)
+    assert "RuntimeError at trial.py:9, in main: shapes differ" in found.summary
+    assert "The command went on, and ended with exit status 0" in found.summary
+    assert (found.value_of("victims_count"), verdict.status) == (2, "finished")
+
+
+def test_the_command_timeout_is_named_and_no_crash():
+    script = end_run(end_training(end_workers(training())), 124)
+    seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+    assert deaths(script) == [("crashed", "main", None, "critical")]
+    script.event(START_SECONDS, "process-seen", COLLECTOR, **seen)
+    assert deaths(script) == [("killed", "main", None, "warning")]
+    assert "`timeout` ended the command" in diagnose(script.tables()).findings[0].summary
 
 
 def test_an_exit_status_without_exception_is_a_crash():

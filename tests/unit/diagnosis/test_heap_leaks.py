@@ -34,7 +34,7 @@ from collector.diagnosis.memory.exhaustion import full_finding
 from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Limit, Locus, measurements
-from training_harness.records import ROLE_MAIN, ROLE_WORKER
+from training_harness.records import ROLE_MAIN, ROLE_WORKER, UNIT_BATCH, UNIT_OPTIMIZER
 
 
 def test_flat_memory_is_healthy():
@@ -60,6 +60,26 @@ def test_leak_per_step_is_right_although_steps_become_faster():
     assert per_step_mib == pytest.approx(2, rel=0.15)
     assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
     assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
+
+
+@pytest.mark.parametrize(("unit", "words"), [(UNIT_OPTIMIZER, "create_graph"), (UNIT_BATCH, "a list of results")])
+def test_growth_without_an_optimizer_is_advised_to_look_at_the_results(unit, words):
+    script = memory(training(), main=300 * RAMP, total=10**14)
+    for part in script.parts["step"]:
+        part["unit"] = unit
+    [leak] = findings_of(script)
+    assert words in leak.advice[0].text
+
+
+def test_threads_that_workers_never_end_are_named():
+    script, counts = training(), np.round(8 + 200 * RAMP)
+    for worker, key in enumerate(WORKERS):
+        held = (300 + 100 * RAMP) * MIB
+        of_worker = {"worker": worker, "loader": 0, "thread_count": counts}
+        sample_process(script, SECONDS, key, ROLE_WORKER, private=held, rss=held, **of_worker)
+    [leak] = findings_of(script)
+    assert leak.kind == "worker-heap-leak"
+    assert "threads that never end" in leak.advice[0].text
 
 
 @pytest.mark.parametrize(("threads", "names"), [(200 * RAMP, True), (4 * RAMP, False), (20 * (RAMP > 0.5), False)])
@@ -424,6 +444,26 @@ def test_distant_limit_is_only_information():
 
 def test_growth_of_other_programs_on_a_roomy_host_is_no_risk():
     assert kinds(memory(training(), host=2000 * RAMP)) == []
+
+
+def test_workers_of_one_epoch_after_another_are_no_growth_of_the_run():
+    script = memory(training(), host=2000 * RAMP)
+    for epoch in range(6):
+        lived = slice(10 * epoch, 10 * epoch + 10)
+        grown = np.linspace(20, 320, 10) * MIB
+        key = ("node", 900 + epoch, 900 + epoch)
+        sample_process(script, SECONDS[lived], key, ROLE_WORKER, private=grown, rss=grown, worker=0, loader=0)
+    assert kinds(script) == []
+
+
+def test_a_risk_of_freed_memory_that_stays_says_so_and_how_to_get_it_back():
+    script = memory(training(), main=600 * RAMP, free=580 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    (risk,) = findings_of(script)
+    assert "MiB of the growth is freed memory in the training process (pid 100)" in risk.summary
+    assert risk.value_of("freed_rise_bytes") > 400 * MIB
+    assert "MALLOC_MMAP_THRESHOLD_" in risk.advice[0].text
+    leak = memory(training(), main=600 * RAMP, free=0 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    assert all(finding.value_of("freed_rise_bytes") is None for finding in findings_of(leak))
 
 
 def test_full_host_is_a_risk_without_growth():

@@ -18,7 +18,7 @@ from growing_memory import FLAT, RAMP, memory, training as growing_training
 from simulated_runs import MAIN, MIB, START_SECONDS, Script, sample_host, sample_process
 
 from collector.diagnosis.verdict import diagnose
-from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
@@ -156,3 +156,17 @@ def test_oom_killed_trial_of_a_finished_sweep_is_a_warning(kills, kinds):
     found = [f for f in diagnose(end_run(script, 0).tables()).findings if f.kind in DEATHS]
     assert [f.kind for f in found] == kinds
     assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
+
+
+@pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, [("host-oom-kill", "other", None, "warning")])])
+def test_oom_killed_child_of_a_training_that_goes_on_is_a_warning(kills, kinds):
+    """An evaluation in a child process; a small helper ends at the same time."""
+    script = with_memory(training(), [0, 0, kills, kills])
+    for pid, size in ((700, 400 * MIB), (701, 4 * MIB)):
+        seconds = [START_SECONDS, START_SECONDS + 1]
+        sample_process(script, seconds, ("node", pid, 1), ROLE_OTHER, private=[size] * 2, rss=[size] * 2)
+    end_run(end_training(end_workers(script)), 0)
+    assert deaths(script) == kinds
+    if kills:
+        [kill] = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-kill"]
+        assert kill.locus.pid == 700

@@ -72,6 +72,15 @@ def test_short_growth_without_iterations_is_information():
     assert found.severity == "info"
 
 
+def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
+    script = program(np.zeros(60))
+    script.event(START_SECONDS, "process-start")
+    verdict = diagnose(finish(program(RAMP[:60], key=("node", 300, 1), script=script)).tables())
+    [found] = [finding for finding in verdict.findings if finding.kind == "main-heap-leak"]
+    assert (found.severity, found.locus.pid) == ("info", 300)
+    assert [check.status for check in verdict.checks if check.name == "training process's memory"] == ["fine"]
+
+
 @pytest.mark.parametrize(("asked_for", "count"), [(np.full(180, 2000.0), 0), (200 + RAMP, 1)])
 def test_filling_memory_allocated_before_is_no_leak(asked_for, count):
     assert len(leaks(finish(program(RAMP, data_bytes=asked_for * MIB)))) == count

@@ -151,6 +151,21 @@ def test_cores_filled_by_the_training_are_not_blamed_on_others(workers, fetch, t
     assert found.fault == ("this machine" if others else "your settings")
 
 
+@pytest.mark.parametrize(
+    ("workers", "fetch", "less", "fewer"), [(2, 0.08, False, False), (2, 0.3, True, False), (4, 0.12, False, True)]
+)
+def test_what_the_run_itself_asks_of_the_cores_is_told_beside_other_programs(workers, fetch, less, fewer):
+    settings = {"workers": workers, "prefetch": 2, "consumer": jittered(0.02), "batches": 200, "cores": 2.0}
+    script = simulate(service=jittered(fetch), split=(0.2, 0.8, 0.0), **settings)
+    seconds = 1000 + np.arange(35.0)
+    used = {"cpu_ns": 0.1e9 * seconds, "run_queue_ns": 0.0 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(35), rss=np.ones(35), **used)
+    (found,) = find_stalls(script.tables())
+    assert "what else uses the cores" in found.advice[0].text
+    assert any("too long for the loop" in advice.expected for advice in found.advice) == less
+    assert any("num_workers=2, and one thread per worker" in advice.text for advice in found.advice) == fewer
+
+
 def test_workers_are_blamed_if_they_and_the_loop_wait_for_cores():
     queueing = (0.5, 0.5, 0.0)
     found = crowded(split=queueing)

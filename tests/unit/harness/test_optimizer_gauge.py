@@ -15,7 +15,7 @@ FLOAT_BYTES = 4
 def kept(*optimizers: torch.optim.Optimizer) -> dict[int, tuple[int, int]]:
     """Return the device -> bytes of gradients and of state, as the gauge records them."""
     gauge, rows = OptimizerGauge(), []
-    for optimizer in optimizers:
+    for optimizer in optimizers * 2:
         gauge.see(weakref.ref(optimizer))
     gauge.record(SimpleNamespace(optimizer=lambda *row: rows.append(row)))
     return {device: (gradients, state) for _, device, gradients, state in rows}
@@ -65,6 +65,18 @@ def test_optimizers_count_together_and_not_once_they_are_gone() -> None:
     gauge.see(weakref.ref(torch.optim.SGD(layers[0].parameters(), 0.1)))
     gauge.record(SimpleNamespace(optimizer=lambda *row: rows.append(row)))
     assert rows == []
+
+
+def test_optimizers_of_earlier_trials_are_no_longer_in_use() -> None:
+    trials, rows, gauge = [], [], OptimizerGauge()
+    for _ in range(3):
+        layer = torch.nn.Linear(100, 100, bias=False)
+        trials.append(torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9))
+        step(trials[-1], layer)
+        gauge.see(weakref.ref(trials[-1]))
+        gauge.record(SimpleNamespace(optimizer=lambda *row: rows.append(row)))
+    size = 100 * 100 * FLOAT_BYTES
+    assert [row[2:] for row in rows] == [(size, size)] * 3
 
 
 class Wrapped(torch.Tensor):

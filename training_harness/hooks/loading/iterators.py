@@ -107,7 +107,8 @@ def _next(hook: LoaderHook, original: Any) -> Any:
                 thread = NESTED
             else:
                 is_due = begun_ns >= calls.due_ns and progress.ended_by <= UNIT_BATCH  # else the step's end writes
-                if is_due or not calls.are_deferred or not state.has_queue:  # else `on_yield` reports it
+                # Else `on_yield` reports it, or the meter's begin below.
+                if is_due or not (state.is_inline or (calls.are_deferred and state.has_queue)):
                     calls.log((hook, on_batch_request, begun_ns, thread))
                 if is_due:
                     progress.catch_up(begun_ns)
@@ -115,7 +116,8 @@ def _next(hook: LoaderHook, original: Any) -> Any:
                     stages.write_loop_stages(begun_ns)
             if state.is_inline:
                 meter = hook.begin_fetch(begun_ns)
-                begun_ns = clock()
+                begun_ns = clock()  # the kernel takes a core away at the meter's readings: that is no wait
+                calls.log((hook, on_batch_request, begun_ns, thread))
         except Exception as error:
             hook.fail(error)
         try:

@@ -22,7 +22,10 @@ _GRADIENTS, _STATE = range(2)
 
 
 class OptimizerGauge:
-    """Reads the memory of all optimizers that have stepped.
+    """Reads the memory of the optimizers that step.
+
+    One that has not stepped since a new one began to is no longer in use, like that of an earlier trial or fold. If
+    the program keeps it, that is its memory to judge.
 
     Attributes:
         due_ns: when the next reading is due.
@@ -31,19 +34,25 @@ class OptimizerGauge:
     def __init__(self) -> None:
         self.due_ns = 0
         self._optimizers: dict[int, Callable[[], Any]] = {}
+        self._stepping: set[int] = set()
 
     def see(self, optimizer: Callable[[], Any]) -> None:
         """Note an optimizer, by a weak reference, that steps."""
-        self._optimizers[id(optimizer)] = optimizer
+        key = id(optimizer)
+        if key not in self._optimizers:
+            self._optimizers[key] = optimizer
+            self._stepping.clear()
+        self._stepping.add(key)
 
     def record(self, current: session.Session) -> None:
         """Write one record for each device that holds such memory; called when an optimizer has stepped."""
         begun_cpu_ns, torch = time.thread_time_ns(), sys.modules["torch"]
         living = {key: found for key, optimizer in self._optimizers.items() if (found := optimizer()) is not None}
         self._optimizers = {key: self._optimizers[key] for key in living}
+        self._stepping &= living.keys()
         plain_types = torch.Tensor, torch.nn.Parameter
         totals: dict[tuple[str, int | None], list[int]] = {}
-        for optimizer in living.values():
+        for optimizer in map(living.__getitem__, self._stepping):
             for part, tensor in _tensors(optimizer):
                 # A subclass may run code of its own when it is asked for its size.
                 if type(tensor) in plain_types and tensor.layout is torch.strided:
