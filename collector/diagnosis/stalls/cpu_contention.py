@@ -42,6 +42,8 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     by_workers = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
     facts, in_use = case.facts("main", loss), f"{number(used)} of {number(cores)} usable cores"
     facts["confidence"] = loss.confidence(_MIN_SAMPLES)
+    rank = facts["locus"].rank
+    who = "The training process" if rank is None else f"Rank {rank}"
     if by_workers:
         how = f"The workers take the cores: the run's processes use {in_use}."
         advice = advise_crowded(loop.num_workers, cores)
@@ -56,8 +58,7 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     return [
         Finding(
             kind="workers-too-slow" if by_workers else "compute-bound",
-            summary=f"The training process waits for a core {percent(share)} of its time: "
-            f"{duration(loss.seconds)}. {how}",
+            summary=f"{who} waits for a core {percent(share)} of its time: {duration(loss.seconds)}. {how}",
             evidence=(
                 *loss.evidence(training_run_queue_ratio=share, cores_used_count=used),
                 *case.measured(starved_ratio=case.steady.starved_ratio),

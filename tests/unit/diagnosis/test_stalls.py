@@ -77,14 +77,13 @@ def test_a_loader_that_keeps_up_has_no_warning(seed):
     assert [(finding.kind, finding.severity) for finding in found] == [("compute-bound", "info")]
 
 
-def crowded(*, waits=0.3, cores_used=3.9, busy=4.0, split=(0.0, 0.0, 1.0)):
+def crowded(*, waits=0.3, cores_used=3.9, busy=4.0, split=(0.0, 0.0, 1.0), **more):
     """Return the finding about a loop with batches in time, whose main thread waits for a core.
 
     It uses `cores_used` of 4 cores, of which all programs together keep `busy` ones busy.
     """
-    script = simulate(
-        workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, split=split, cores=4.0
-    )
+    pace = {"service": jittered(0.02), "consumer": jittered(0.02)}
+    script = simulate(workers=4, prefetch=2, batches=300, split=split, cores=4.0, **pace, **more)
     seconds = 1000 + np.arange(12.0)
     used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
@@ -100,6 +99,7 @@ def test_waiting_for_a_core_is_not_called_healthy(cores_used, who):
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", "oversubscribed", "info")
     assert found.value_of("training_run_queue_ratio") == pytest.approx(0.3, abs=0.01)
     assert who in found.summary
+    assert crowded(rank=1).summary.startswith("Rank 1 waits for a core")
     found = crowded(waits=0.01)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
 
