@@ -173,8 +173,8 @@ def test_crash_finding_and_loader_event_name_their_lines(home, record):
 def test_crash_finding_names_the_line_in_the_worker(home, record):
     assert record(sys.executable, SCRIPT, "raises_in_a_worker").returncode == 1
     (crash,) = findings(report(home), "crashed")
-    assert "in __getitem__: ValueError: row 20 is empty" in crash["summary"]
-    assert "foreign.py:" in crash["summary"]
+    assert "ended with ValueError at foreign.py:" in crash["summary"]
+    assert "in __getitem__: row 20 is empty" in crash["summary"]
 
 
 def test_training_left_in_the_background_is_reported_as_running(home, run_and_report, tmp_path):
