@@ -222,19 +222,19 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
             message=message,
         )
         return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]
-    if not life.mains:
+    is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
+    keys = (*life.mains, *([life.command] if is_over and life.command else []))
+    if not keys:
         return []
-    key = life.mains[0]
     evidence = (
         exit_fact,
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     signal = code - _SIGNAL_STATUS
-    is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
     return [
         (catalogue.TIMED_OUT if is_over else _EXITS.get(signal, catalogue.FAILED_EXIT)).finding(
-            locus=Locus(host=key[0], role="main", pid=key[1]),
-            since_step=last_step(life.tables, key),
+            locus=Locus(host=keys[0][0], role=life.role(keys[0]), pid=keys[0][1]),
+            since_step=last_step(life.tables, keys[0]),
             evidence=evidence,
             status=code,
             signal=signal_name(signal),

@@ -237,6 +237,12 @@ def test_the_command_timeout_is_named_and_no_crash():
     assert "`timeout` ended the command" in diagnose(script.tables()).findings[0].summary
 
 
+def test_the_command_timeout_is_named_before_the_first_step():
+    seen = {"argv": ["/usr/bin/timeout", "9"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+    script = end_run(Script().event(START_SECONDS, "process-seen", COLLECTOR, **seen), 124)
+    assert deaths(script) == [("killed", "other", None, "warning")]
+
+
 def test_an_exit_status_without_exception_is_a_crash():
     assert deaths(end_run(end_training(end_workers(training())), 3)) == [("crashed", "main", None, "critical")]
 
