@@ -253,8 +253,9 @@ def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
     """Yield what ended a run that died; after a finding that says so, only what that lacks."""
     pairs = [] if verdict.ending is None else wording.exit_record(verdict.ending.record)
     deaths = [finding for finding in verdict.findings if finding.group == "death"]
-    if deaths:
-        has_limit = any(death.limit is not None for death in deaths)
+    if deaths and verdict.ending is not None:
+        owner = verdict.ending.record.limit_owner or ""
+        has_limit = any(death.limit is not None and owner in death.summary for death in deaths)
         pairs = [pair for pair in pairs if pair[0] == "Followed" or (pair[0] == "Limit" and not has_limit)]
     if pairs:
         yield _grid([(name, Text(value)) for name, value in pairs])

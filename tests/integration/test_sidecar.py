@@ -83,6 +83,7 @@ def test_the_sidecar_leaves_the_reason_of_the_kill_by_the_limit_of_the_training(
     assert hosts.cgroup_limit_bytes.iloc[-1] == LIMIT_MIB * MIB
     assert hosts.shm_total_bytes.dropna().iloc[-1] == 64 * MIB
     text = " ".join(verdict.read_text().split())
-    assert "out of host memory" in text
-    assert "400 MiB, cgroup (the Kubernetes container)" in text
+    assert "The kernel killed the training process" in text
+    assert "the limit is 400 MiB" in text
+    assert "(the Kubernetes container)" in text
     assert verdict.stat().st_size < 4096
