@@ -345,6 +345,7 @@ def test_example_losses_do_not_depend_on_the_number_of_workers():
     assert len(runs[0].stdout.splitlines()) == 12
 
 
+@pytest.mark.flaky(reruns=5)  # PyTorch aborts in the exit of some gloo ranks, after the group was destroyed
 def test_example_trains_on_two_ranks():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run(*torchrun, "examples/plain_train.py", "--steps", 100, "--num-workers", 0)
