@@ -52,4 +52,4 @@ def test_chosen_runs_are_edited_opened_and_compared(page, tmp_path):
 def test_a_phone_shows_the_table_within_its_width(page):
     page.set_viewport_size({"width": 390, "height": 844})
     expect(page.get_by_role("heading", name="What changed from run to run?")).to_be_visible()
-    assert page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollWidth") <= 390
+    page.wait_for_function("() => document.querySelector('[data-testid=stMain]').scrollWidth <= 390")
