@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.run.columns import by_process, floats, worker_samples
@@ -56,6 +57,10 @@ def _too_few(count: int, needed: int, what: str) -> str:
     return "" if count >= needed else f"{count} of the {needed} {what} needed"
 
 
+def _too_few_samples(rows: pd.DataFrame, what: str) -> str:
+    return _too_few(max((len(of_one) for _, of_one in by_process(rows)), default=0), MIN_POINTS, what)
+
+
 def _host(column: str) -> Callable[[RunTables], str]:
     def obstacle(tables: RunTables) -> str:
         return _too_few(int(np.isfinite(floats(tables.stream("host"), column)).sum()), MIN_POINTS, "samples")
@@ -65,17 +70,14 @@ def _host(column: str) -> Callable[[RunTables], str]:
 
 def _processes(tables: RunTables) -> str:
     process = tables.stream("process")
-    rows = process[~np.isin(floats(process, "role"), (ROLE_COLLECTOR, ROLE_WORKER))]
-    return _too_few(max((len(of_one) for _, of_one in by_process(rows)), default=0), MIN_POINTS, "samples")
+    return _too_few_samples(process[~np.isin(floats(process, "role"), (ROLE_COLLECTOR, ROLE_WORKER))], "samples")
 
 
 def _workers(tables: RunTables) -> str:
     rows = worker_samples(tables)
     if rows.empty and not tables.events_of("worker-start"):
         return "no workers"
-    return _too_few(
-        max((len(of_one) for _, of_one in by_process(rows)), default=0), MIN_POINTS, "samples of a worker"
-    )
+    return _too_few_samples(rows, "samples of a worker")
 
 
 def _devices(tables: RunTables) -> str:

@@ -57,7 +57,7 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     return [
         *_kills(life, victims),
         *find_cuda_ooms(tables),
-        *(_crash(life, key, life.exceptions[key], victim) for key, victim in firsts.values()),
+        *(_crash(life, key, victim) for key, victim in firsts.values()),
         *_crashes(life, [*victims, *raised.values()]),
         *(_collector_killed(life, event) for event in life.collectors_killed()),
         *find_restarts(life),
@@ -147,7 +147,7 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     if victims and len(life.mains) > 1:
         causes = []  # a rank that lost its peer raises too
     explained = ended_by_cuda_oom(life.tables)
-    findings = [_crash(life, key, event) for key, event in causes[:1] if key not in explained]
+    findings = [_crash(life, key) for key, _ in causes[:1] if key not in explained]
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
         findings += _failed_exit(life, code)
@@ -157,21 +157,23 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
 def _survived_crashes(life: Lifecycle) -> list[Finding]:
     """Return the exceptions of trainings that the command survived, as a sweep does; the first of those alike."""
     explained = ended_by_cuda_oom(life.tables)
-    alike: dict[tuple[str, str], list[tuple[ProcessKey, Mapping[str, Any]]]] = {}
+    alike: dict[tuple[str, str], list[ProcessKey]] = {}
     for key, event in sorted(life.exceptions.items(), key=lambda item: item[1]["time_ns"]):
         if key in life.mains and key != life.command and key not in explained and signal_raised(event) is None:
-            alike.setdefault((str(event.get("type")), str(event.get("site"))), []).append((key, event))
+            alike.setdefault((str(event.get("type")), str(event.get("site"))), []).append(key)
     findings = []
-    for (key, event), *more in alike.values():
-        finding = _crash(life, key, event, main_victim(life, key, None))
+    for key, *more in alike.values():
+        finding = _crash(life, key, main_victim(life, key, None))
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
         findings.append(replace(finding, evidence=(*finding.evidence, count)))
     return findings
 
 
-def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: Victim | None = None) -> Finding:
+def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
-    error = exception_of(life, key)
+    event, error = life.exceptions[key], exception_of(life, key)
+    headline = f": {error.lines[0]}" if error.lines[0] else "."
+    went_on = "" if victim is None else victim.went_on
     evidence = [
         fact("exception", shorten(error.text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
         fact(
@@ -186,11 +188,11 @@ def _crash(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any], victim: V
         locus=life.locus(error.process) if victim is None else victim.locus,
         since_step=last_step(life.tables, error.process if victim is None else victim.main),
         evidence=(*evidence, *last_memory(life.tables, error.process)),
-        went_on="" if victim is None or not victim.went_on else f".{victim.went_on}",
+        went_on=went_on,
         what=sentence(life.name(error.process) if victim is None else victim.what),
         exception=error.kind,
         site=error.site,
-        headline=f": {error.lines[0]}" if error.lines[0] else ".",
+        headline=f"{headline.rstrip('.')}." if went_on else headline,
         host=key[0],
         pid=key[1],
     )

@@ -228,6 +228,14 @@ def test_trials_that_a_sweep_survives_are_a_warning_once_for_those_that_raised_a
     assert (found.value_of("victims_count"), verdict.status) == (2, "finished")
 
 
+@pytest.mark.parametrize(("message", "said"), [("", ""), ("no such trial.", ": no such trial")])
+def test_a_survived_exception_and_what_went_on_are_two_sentences(message, said):
+    script, _ = ranks()
+    script.event(START_SECONDS + 1, "exception", ("node", 201, 8000), type="KeyError", message=message)
+    [found] = [f for f in diagnose(end_run(script, 0).tables()).findings if f.kind in DEATHS]
+    assert f"ended with KeyError{said}. The command went on" in found.summary
+
+
 def test_the_command_timeout_is_named_and_no_crash():
     script = end_run(end_training(end_workers(training())), 124)
     seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
