@@ -55,7 +55,8 @@ def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], text:
     """
     trace = f"{event.get('traceback')} {event.get('message')}"
     raised = _Raised(tables=tables, key=key, time_ns=event["time_ns"], text=text, trace=trace)
-    return next((explain(raised) for pattern, explain in _CAUSES if pattern.search(text)), None)
+    causes = (explain(raised) for pattern, explain in _CAUSES if pattern.search(text))
+    return next(filter(None, causes), None)
 
 
 _REQUEST = re.compile(r"(?:allocate|mmap) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
@@ -155,6 +156,11 @@ def _processes(raised: _Raised) -> Cause | None:
     )
 
 
+def _sender(raised: _Raised) -> Cause | None:
+    """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
+    return _SENDER if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
+
+
 def _always(cause: Cause) -> Callable[[_Raised], Cause]:
     return lambda _: cause
 
@@ -191,6 +197,49 @@ _DISK = Cause(
     ),
     fault="this machine",
 )
+_SENDER = Cause(
+    sentence=" It was opening a tensor in shared memory, and the process that sent it had ended.",
+    advice=(
+        Advice(
+            text="Let a process that puts tensors into a queue live until they are received, for example until "
+            "the receiver sets an Event; or send arrays (`tensor.numpy().copy()`), which the queue copies",
+            expected="each tensor can still be opened when it is received",
+        ),
+    ),
+    fault="your code",
+)
+_CUDA_IN_WORKER = Cause(
+    sentence=" A process that was forked can't use CUDA.",
+    advice=(
+        Advice(
+            text="Keep CUDA out of dataset, transforms and collate_fn: move the batch to the GPU in the training "
+            "loop; or use multiprocessing_context='spawn'",
+            expected="the worker does not touch CUDA, or starts it itself",
+        ),
+    ),
+    fault="your code",
+)
+_NO_CHILDREN = Cause(
+    sentence=" A daemonic process, such as a DataLoader worker, may not start processes.",
+    advice=(
+        Advice(
+            text="Use num_workers=0 for a DataLoader inside a dataset, and threads in place of a pool there",
+            expected="the work is done in the worker itself",
+        ),
+    ),
+    fault="your code",
+)
+_PORT = Cause(
+    sentence=" Another process listens on that port.",
+    advice=(
+        Advice(
+            text="Give each training on this machine its own MASTER_PORT (torchrun: --standalone or "
+            "--master-port), and end what is left of an earlier one (`ss -tlnp`)",
+            expected="the ranks can meet",
+        ),
+    ),
+    fault="your settings",
+)
 _NETWORK = Cause(
     advice=(
         Advice(
@@ -213,6 +262,10 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"finished its bootstrapping phase", _always(_MAIN_GUARD)),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
         (r"can't start new thread|Resource temporarily unavailable", _processes),
+        (r"FileNotFoundError|EOFError|Connection(?:Reset|Refused)Error|open shared memory object", _sender),
+        (r"re-initialize CUDA in forked subprocess", _always(_CUDA_IN_WORKER)),
+        (r"daemonic processes are not allowed to have children", _always(_NO_CHILDREN)),
+        (r"EADDRINUSE|[Aa]ddress already in use", _always(_PORT)),
         (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _always(_NETWORK)),
     )
 )

@@ -88,6 +88,37 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
         ("RuntimeError", "can't start new thread", "threading.py", "Check `ulimit -u`"),
         ("BlockingIOError", "[Errno 11] Resource temporarily unavailable", "os.fork()", "Check `ulimit -u`"),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", "Check the server at the other end"),
+        (
+            "FileNotFoundError",
+            "[Errno 2] No such file or directory",
+            "multiprocessing/resource_sharer.py",
+            "Let a process that puts tensors into a queue live",
+        ),
+        (
+            "ConnectionRefusedError",
+            "[Errno 111] Connection refused",
+            "multiprocessing/resource_sharer.py",
+            "Let a process that puts tensors into a queue live",
+        ),
+        (
+            "RuntimeError",
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use",
+            "",
+            "Keep CUDA out of dataset",
+        ),
+        (
+            "AssertionError",
+            "daemonic processes are not allowed to have children",
+            "",
+            "Use num_workers=0 for a DataLoader inside a dataset",
+        ),
+        (
+            "DistNetworkError",
+            "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, \
+code: -98, name: EADDRINUSE, message: address already in use",
+            "",
+            "Give each training on this machine its own MASTER_PORT",
+        ),
     ],
 )
 def test_known_error_comes_with_advice_for_its_cause_and_then_the_traceback(kind, message, trace, advice):
@@ -102,6 +133,7 @@ def test_known_error_comes_with_advice_for_its_cause_and_then_the_traceback(kind
         ("ValueError", "loss is NaN"),
         ("TypeError", "cannot pickle 'Lock' object"),  # by the user's own pickle.dump
         ("BlockingIOError", "[Errno 11] Resource temporarily unavailable"),  # of a socket
+        ("FileNotFoundError", "[Errno 2] No such file or directory: 'train.csv'"),
     ],
 )
 def test_other_errors_come_with_their_traceback_alone(kind, message):
