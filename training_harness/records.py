@@ -96,7 +96,12 @@ STEP = _stream(
     _TIME,
     Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
     Column("duration_ns", "q", "ns", "time since the end of the previous step"),
-    Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__`; missing without a DataLoader"),
+    Column(
+        "data_wait_ns",
+        "q",
+        "ns",
+        "time in the DataLoader's `__iter__` and `__next__`; missing without a DataLoader",
+    ),
     Column("h2d_ns", "q", "ns", "host time in host to device copies"),
     Column(
         "forward_ns",

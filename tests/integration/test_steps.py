@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.conftest import TRAIN
 
 SCRIPT = TRAIN.with_name("phases.py")
@@ -39,3 +41,37 @@ def test_step_ends_and_phases_match_the_loop(run_attached):
     timed = step[step.duration_ns.notna()]
     assert len(timed) == len(step) - 1, "when the first step began is not known"
     assert (timed[PHASES].sum(axis=1) == timed.duration_ns).all()
+
+
+EPOCHS = """
+import time
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+class Buckets(Sampler):
+    def __len__(self):
+        return 8
+    def __iter__(self):
+        time.sleep(0.25)  # sorts the samples by length
+        return iter(range(8))
+
+weight = torch.ones(4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+data = torch.ones(8, 4)
+loader = DataLoader(data, batch_size=4, sampler=Buckets(), num_workers=1, persistent_workers={persistent})
+for _ in range(4):
+    for batch in loader:
+        (batch * weight).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_start_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path, persistent):
+    script = tmp_path / "train.py"
+    script.write_text(EPOCHS.format(persistent=persistent))
+    run = run_attached(script)
+    assert run.done.returncode == 0, run.done.stderr
+    step = run.table("step")
+    assert (step.data_wait_ns[[2, 4, 6]] >= 250 * MS).all(), "the sampler draws while the iterator is made"
+    assert (step[PHASES].sum(axis=1)[1:] == step.duration_ns[1:]).all()

@@ -37,6 +37,7 @@ def install(progress: Progress) -> LoaderHook:
     with LoaderHook(progress) as hook:
         hook.replace(base, "__init__", lambda original: _init(hook, original))
         hook.replace(base, "__next__", lambda original: _next(hook, original))
+        hook.replace(module.DataLoader, "__iter__", lambda original: _iter(hook, original))
         for name, make in (("_next_index", _next_index), ("_reset", _reset)):
             progress.capabilities[name] = hasattr(base, name)
             if progress.capabilities[name]:
@@ -75,6 +76,18 @@ def _init(hook: LoaderHook, original: Any) -> Any:
         hook.attempt(hook.on_iterator, self, loader, begun_ns)
 
     return init
+
+
+def _iter(hook: LoaderHook, original: Any) -> Any:
+    clock = time.monotonic_ns
+
+    def iterate(self: Any) -> Any:
+        begun_ns = clock()
+        iterator = original(self)
+        hook.attempt(hook.on_epoch_ready, iterator, begun_ns, clock())
+        return iterator
+
+    return iterate
 
 
 def _next(hook: LoaderHook, original: Any) -> Any:

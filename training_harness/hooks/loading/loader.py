@@ -126,6 +126,12 @@ class LoaderHook(Hook):
             begun_ns=state.begun_ns,
         )
 
+    def on_epoch_ready(self, iterator: Any, begun_ns: int, now_ns: int) -> None:
+        """Note that the loop has the iterator of an epoch, whose making started workers and drew indices."""
+        thread = threading.get_ident()
+        if id(iterator) in states and thread not in self.fetching:
+            self.progress.on_epoch_ready(begun_ns, now_ns, thread)
+
     def on_pop(self, state: IterState, index: int, worker_id: int, blocked_ns: int) -> None:
         """Note a batch that left the result queue; it may have to wait for its turn."""
         state.blocked_ns += blocked_ns

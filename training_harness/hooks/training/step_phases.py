@@ -1,8 +1,8 @@
 """Phases of the training loop: every moment of a step belongs to one phase.
 
-The hooks follow the thread that trains from mark to mark: a batch is requested, it arrives, the backward pass
-begins and ends, the optimizer begins and ends. The time between two marks belongs to the phase that the later one
-ends.
+The hooks follow the thread that trains from mark to mark: an epoch or a batch is requested, it arrives, the
+backward pass begins and ends, the optimizer begins and ends. The time between two marks belongs to the phase that
+the later one ends.
 So *forward* is the time between a batch and the backward pass, and a loop that never goes backward has none.
 In a process without a DataLoader the top-level module's own call is the forward pass, and *other* is the host's
 time outside forward, backward and optimizer: the loop's own loading, logging and the like.
@@ -133,6 +133,13 @@ class Progress:
         self._samples += samples
         if self.thread in (0, thread):
             self.mark(WAIT, now_ns)
+
+    def on_epoch_ready(self, begun_ns: int, now_ns: int, thread: int) -> None:
+        """Count the time in which a thread got the iterator of an epoch as a wait for data."""
+        self.calls.run()
+        self.on_batch_request(max(begun_ns, self._mark_ns), thread)
+        if self.thread in (0, thread):
+            self.mark(WAIT, max(now_ns, self._mark_ns))
 
     def follow_batches(self, *, has_optimizer: bool) -> None:
         """Let batches end the steps of a process in which no optimizer was ever made."""
