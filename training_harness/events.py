@@ -23,6 +23,7 @@ EventKind = Literal[
     "loader-set",
     "setting-asked",
     "epoch-start",
+    "workers-ended",
     "worker-start",
     "worker-ready",
     "worker-exit",
@@ -197,6 +198,13 @@ EVENTS: dict[EventKind, Event] = {
         _EPOCH,
         Field("worker_pids", "list", "process ids of the workers, in the order of their worker ids"),
         Field("begun_ns", "int", "CLOCK_MONOTONIC before the workers were started"),
+    ),
+    "workers-ended": _event(
+        _TRAINING,
+        "an iterator has shut its workers down",
+        _LOADER,
+        _EPOCH,
+        Field("begun_ns", "int", "CLOCK_MONOTONIC before the first worker was told to end"),
     ),
     "worker-start": _event(_WORKER, "the worker loop begins", _LOADER, _EPOCH, _WORKER_ID, _PARENT),
     "worker-ready": _event(

@@ -41,7 +41,7 @@ LABELS = {
     "sampler_start_seconds": "time until the sampler's first index",
     "first_batch_excess_seconds": "first batch of an epoch, beyond the others",
     "refill_seconds": "refill per epoch",
-    "startup_wait_seconds": "wait for starting workers per epoch",
+    "startup_wait_seconds": "wait for ending and starting workers per epoch",
     "largest_share_ratio": "largest share of a worker / even share",
     "tail_batches_count": "batches of an epoch with some workers done",
     # Training

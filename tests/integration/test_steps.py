@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.conftest import TRAIN
@@ -43,6 +45,23 @@ def test_step_ends_and_phases_match_the_loop(run_attached):
     assert (timed[PHASES].sum(axis=1) == timed.duration_ns).all()
 
 
+ENDING = """
+import time
+import torch
+from multiprocessing.util import Finalize
+from torch.utils.data import DataLoader
+
+def close_files_late(worker):
+    Finalize(None, time.sleep, args=(0.25,), exitpriority=1)
+
+weight = torch.ones(4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+data = torch.ones(8, 4)
+for _ in range(3):
+    for batch in DataLoader(data, batch_size=4, num_workers=1, worker_init_fn=close_files_late):
+        (batch * weight).sum().backward()
+        optimizer.step()
+"""
 EPOCHS = """
 import time
 import torch
@@ -75,3 +94,16 @@ def test_start_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path, persistent
     step = run.table("step")
     assert (step.data_wait_ns[[2, 4, 6]] >= 250 * MS).all(), "the sampler draws while the iterator is made"
     assert (step[PHASES].sum(axis=1)[1:] == step.duration_ns[1:]).all()
+
+
+def test_end_of_the_workers_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ENDING)
+    run = run_attached(script)
+    assert run.done.returncode == 0, run.done.stderr
+    ended = run.events("workers-ended")
+    assert len(ended) == 3
+    took_ns = ended.time_ns - [json.loads(body)["begun_ns"] for body in ended.body]
+    step = run.table("step")
+    assert (took_ns[:2] >= 200 * MS).all()
+    assert (step.data_wait_ns[[2, 4]].to_numpy() >= took_ns[:2].to_numpy()).all()

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.loaders import Loop, recreated_loaders
 from collector.diagnosis.loading.steady_state import Pace, fetch_ns, starved_ns
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, whole
 from collector.diagnosis.stalls.case import EpochStarts
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
+from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Finding
 from collector.units import count, duration, percent
 
@@ -46,7 +47,8 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
 
     Returns:
         first_ns: time of the first batch; the other columns are in seconds.
-        startup: wait of the loop for its workers to start, 0 if they stayed from the epoch before.
+        startup: wait of the loop for the workers of the epoch before to end and for its own to start, 0 if they
+            stayed.
         ready: time until the worker of the first batch was ready, by its own clock; NaN if it stayed.
         sampler: time in which the loop made the first indices while every worker waited for one, beyond what
             sending them may cost.
@@ -68,7 +70,8 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
     idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
     sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
     starts, usual_ns = _starts(loop), _usual_ns(loop, steady)
-    rows = []
+    ended_ns, endings_ns = _endings(loop)
+    rows, before_ns = [], math.inf
     epochs = batches["epoch"].iloc[ramps]
     for epoch, places in epochs.groupby(epochs).indices.items():
         ramp = ramps[places]
@@ -78,6 +81,9 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         start = _start_before(starts.get(int(pid), []), first_ns)
         startup_ns, ready_ns, waited_ns = _startup(start, first_ns, waits[ramp[0]])
         drawing_ns = min(idle_ns[epoch], first_ns - waits[ramp[0]] - start.created_ns) if start else 0.0
+        is_between = (ended_ns > before_ns) & (ended_ns < first_ns)
+        startup_ns += float(endings_ns[is_between].sum())
+        before_ns = ends[epoch]
         refill_ns = max(0.0, float(np.nansum(starved[ramp])) - waited_ns - len(ramp) * usual_ns)
         rows.append(
             {
@@ -110,6 +116,18 @@ def _starts(loop: Loop) -> dict[int, list[_Start]]:
             if pid is not None:
                 starts.setdefault(pid, []).append(_Start(begun_ns, created_ns, ready.get(pid, math.nan)))
     return starts
+
+
+def _endings(loop: Loop) -> tuple[Floats, Floats]:
+    """Return when the workers of epochs had ended, and the ns for which the training waited for their end."""
+    last_loader = recreated_loaders(loop.tables, loop.main)
+    events = [
+        event
+        for event in loop.tables.events_of("workers-ended", by=loop.main)
+        if last_loader.get(event["loader"], event["loader"]) == loop.loader
+    ]
+    ended_ns = np.array([event["time_ns"] for event in events], dtype=float)
+    return ended_ns, ended_ns - np.array([event["begun_ns"] for event in events], dtype=float)
 
 
 def _usual_ns(loop: Loop, steady: Pace | None) -> float:
@@ -145,7 +163,9 @@ def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[flo
 def worker_startup(starts: EpochStarts) -> Finding:
     """Return a finding for workers that start again in each epoch."""
     startup, batches = duration(starts.mean("startup")), starts.usual_batches
-    again = "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
+    again = "Set persistent_workers=True"
+    if starts.loop.loader in recreated_loaders(starts.loop.tables, starts.loop.main):
+        again += ", and make the DataLoader once, not in each epoch"
     keep = "Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
     advice = Advice(
         text=keep if batches <= 1 else again,
@@ -154,7 +174,7 @@ def worker_startup(starts: EpochStarts) -> Finding:
     )
     return Finding(
         kind="worker-startup",
-        summary=f"Starting the workers of loader {starts.loop.loader} again for each epoch costs "
+        summary=f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch costs "
         f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
         f"first ({count(batches)} batches each), {duration(starts.loss.seconds)} in all.",
         evidence=starts.loss.evidence(

@@ -128,6 +128,7 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     kinds, found = loading_findings(simulate(persistent=False, **run))
     assert kinds == [("worker-startup", "warning")]
     assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
+    assert found["worker-startup"].advice[0].text == "Set persistent_workers=True"
     kinds, found = loading_findings(simulate(**run))
     assert kinds == [("worker-startup", "info")]
     assert "a longer run pays no more" in found["worker-startup"].summary
@@ -145,6 +146,16 @@ def test_start_of_workers_one_after_the_other_costs_until_the_last_one_is_there(
     found = loading_findings(script)[1]["worker-startup"]
     assert found.value_of("startup_wait_seconds") == pytest.approx(3.0, abs=0.01)
     assert found.value_of("worker_ready_seconds") == pytest.approx(1.0, abs=0.01)
+
+
+def test_end_of_the_workers_of_the_epoch_before_belongs_to_the_cost_of_starting_them_again():
+    script = simulate(persistent=False, **STEADY | {"batches": 40, "epochs": 4, "startup": 1.0, "gap": 1.5})
+    begun = [event["time_ns"] for event in script.events if event["kind"] == "epoch-start"]
+    for at_ns in begun[1:]:
+        ended = {"loader": 0, "epoch": 0, "begun_ns": at_ns - ns(0.5)}
+        script.event(at_ns / 1e9, "workers-ended", MAIN, **ended)
+    found = loading_findings(script)[1]["worker-startup"]
+    assert found.value_of("startup_wait_seconds") == pytest.approx(1.5, abs=0.01)
 
 
 @pytest.mark.parametrize(("persistent", "kinds"), [(True, []), (False, [("worker-startup", "warning")])])

@@ -213,11 +213,14 @@ def _get_data(hook: LoaderHook, original: Any) -> Any:
 
 
 def _shutdown_workers(hook: LoaderHook, original: Any) -> Any:
+    clock = time.monotonic_ns
+
     def _shutdown_workers(self: Any) -> Any:
         hook.attempt(hook.note_deaths, self)
+        begun_ns = clock()
         try:
             return original(self)
         finally:
-            hook.attempt(hook.note_deaths, self, have_ended=True)
+            hook.attempt(hook.on_workers_ended, self, begun_ns)
 
     return _shutdown_workers

@@ -56,6 +56,7 @@ class IterState:
         #: Time of the next measurement of a payload. It takes some 5 µs, so a fast loop skips it for most batches.
         self.measure_at_ns = 0
         self.dead_workers: set[int] = set()
+        self.have_workers_ended = False
         self.free_slots: Callable[[], int] = lambda: 0
         self.slots_count: int | None = None
         self.next_epoch()
@@ -130,7 +131,17 @@ class LoaderHook(Hook):
         """Note that the loop has the iterator of an epoch, whose making started workers and drew indices."""
         thread = threading.get_ident()
         if id(iterator) in states and thread not in self.fetching:
-            self.progress.on_epoch_ready(begun_ns, now_ns, thread)
+            self.progress.count_wait(begun_ns, now_ns, thread)
+
+    def on_workers_ended(self, iterator: Any, begun_ns: int) -> None:
+        """Record how long the end of an iterator's workers took, and which of them had died."""
+        state, current = states.get(id(iterator)), session.active
+        if state is None or current is None or state.have_workers_ended or self._is_copy(current):
+            return
+        state.have_workers_ended = True
+        self.note_deaths(iterator, have_ended=True)
+        self.progress.count_wait(begun_ns, time.monotonic_ns(), threading.get_ident())
+        current.events.append("workers-ended", loader=state.info.number, epoch=state.epoch, begun_ns=begun_ns)
 
     def on_pop(self, state: IterState, index: int, worker_id: int, blocked_ns: int) -> None:
         """Note a batch that left the result queue; it may have to wait for its turn."""
@@ -234,10 +245,8 @@ class LoaderHook(Hook):
     def note_deaths(self, iterator: Any, *, have_ended: bool = False) -> None:
         """Record which workers ended by a signal or an error; once all have ended, SIGTERM was DataLoader's own."""
         state, current = states.get(id(iterator)), session.active
-        if state is None or current is None:
+        if state is None or current is None or self._is_copy(current):
             return
-        if self._registry is None or self._registry.session is not current:
-            return  # a forked child's copy of the iterator: these are not its workers
         good = (None, 0, -signal.SIGTERM) if have_ended else (None, 0)
         for worker_id, process in enumerate(getattr(iterator, "_workers", ())):
             exit_code = process.exitcode
@@ -254,6 +263,10 @@ class LoaderHook(Hook):
                 last_index=min(lost, default=None),
             )
             state.dead_workers.add(worker_id)  # not before: torch's signal handler may raise in between
+
+    def _is_copy(self, current: session.Session) -> bool:
+        """Return whether this is a forked child with copies of iterators: their workers are not its own."""
+        return self._registry is None or self._registry.session is not current
 
     def probe_queue(self, iterator: Any, state: IterState) -> None:
         """Find out which fields about its queues an iterator with workers has, once it has queues."""

@@ -134,8 +134,8 @@ class Progress:
         if self.thread in (0, thread):
             self.mark(WAIT, now_ns)
 
-    def on_epoch_ready(self, begun_ns: int, now_ns: int, thread: int) -> None:
-        """Count the time in which a thread got the iterator of an epoch as a wait for data."""
+    def count_wait(self, begun_ns: int, now_ns: int, thread: int) -> None:
+        """Count the making of an epoch's iterator by a thread, or the end of its workers, as a wait for data."""
         self.calls.run()
         self.on_batch_request(max(begun_ns, self._mark_ns), thread)
         if self.thread in (0, thread):
