@@ -14,6 +14,7 @@ from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.run.columns import floats, mean, median, step_at
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.findings import Evidence, Locus, Severity, measurements
+from collector.units import count
 
 #: Epochs that the error of a mean refill needs.
 MIN_PASSES = 3
@@ -124,6 +125,11 @@ class EpochStarts:
     def usual_batches(self) -> float:
         """Median number of batches of an epoch."""
         return median(floats(self.passes, "batches"))
+
+    @property
+    def batches_words(self) -> str:
+        """The usual number of batches of an epoch in words, such as `50 batches`."""
+        return f"{count(self.usual_batches)} {'batch' if self.usual_batches == 1 else 'batches'}"
 
     def facts(self, role: str) -> Facts:
         """Return the facts of a finding on these starts; its cause is in a process of this role."""

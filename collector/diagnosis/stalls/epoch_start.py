@@ -176,7 +176,7 @@ def worker_startup(starts: EpochStarts) -> Finding:
         kind="worker-startup",
         summary=f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch costs "
         f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
-        f"first ({count(batches)} batches each), {duration(starts.loss.seconds)} in all.",
+        f"first ({starts.batches_words} each), {duration(starts.loss.seconds)} in all.",
         evidence=starts.loss.evidence(
             worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
         ),
@@ -280,7 +280,7 @@ def epoch_refill(starts: EpochStarts) -> Finding:
     return Finding(
         kind="epoch-refill",
         summary=f"Each epoch of loader {starts.loop.loader} {begins}: that costs {refill} for each "
-        f"of {len(starts.passes)} epochs after the first ({count(batches)} batches each), "
+        f"of {len(starts.passes)} epochs after the first ({starts.batches_words} each), "
         f"{duration(starts.loss.seconds)} or {percent(starts.loss.ratio)} of the run. Prefetching does not cross "
         "the end of an epoch.",
         evidence=starts.loss.evidence(
