@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from collector.diagnosis.memory.resources import SHARED_MEMORY
@@ -68,6 +69,11 @@ _HANG_ADVICE = {
         text="Start the child process with stdin=subprocess.DEVNULL and a timeout",
         expected="it cannot wait for input for ever; an exception in place of the hang",
     ),
+    "waiting for a process pool": Advice(
+        text="Look at what the pool's processes do (`py-spy dump --pid` of each), and give its results a timeout "
+        "(`.get(timeout=...)`)",
+        expected="an exception in place of the hang",
+    ),
     "waiting for the network": Advice(
         text="Set a timeout for that connection, and retry", expected="an exception in place of the hang"
     ),
@@ -87,9 +93,16 @@ _HANG_ADVICE = {
         expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
     ),
 }
+_WAITS_OF_CODE = (
+    "blocked on a lock",
+    "waiting for a pipe",
+    "waiting for a child",
+    "waiting for a process pool",
+    "computing",
+)
 #: Begin of what a process that hangs waits for -> where the cause lies. Not known in a collective.
 _HANG_FAULTS: dict[str, Fault] = {
-    **dict.fromkeys(("blocked on a lock", "waiting for a pipe", "waiting for a child", "computing"), "your code"),
+    **dict.fromkeys(_WAITS_OF_CODE, "your code"),
     **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),
 }
 #: Advice while the run goes on.
@@ -135,6 +148,22 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     if goes_on:
         advice.append(_LOOK_AGAIN)
     return replace(hang, advice=(*advice, *hang.advice), fault=_HANG_FAULTS.get(kind or ""))
+
+
+def of_lost_process(hang: Finding, pids: Sequence[int]) -> Finding:
+    """Return the hang of a process that waits for a multiprocessing.Pool, whose processes `pids` ended at once."""
+    is_one = len(pids) == 1
+    named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
+    find = f"what ended process {pids[0]}" if is_one else "what ended them"
+    advice = Advice(
+        text="Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out "
+        f"{find}: the kernel for lack of memory (`dmesg`), or a crash in the code that it ran",
+        expected="BrokenProcessPool tells of the loss, in place of a hang",
+    )
+    summary = (
+        f"{hang.summary} {named} ended just then, and a Pool waits for ever for the task of a process that died."
+    )
+    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
 def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:

@@ -14,6 +14,7 @@ from typing import Any
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.stuck_process import (
+    AWAITS_POOL,
     COLLECTIVE,
     STUCK_WAITS,
     Process,
@@ -24,7 +25,7 @@ from collector.diagnosis.deaths.stuck_process import (
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, key_of, whole, written
+from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, key_of, sampled_on, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
@@ -39,6 +40,8 @@ from collector.units import duration
 _LONG_PATIENCE = 4.0
 #: Confidence in a rank that dumps of the Flight Recorder name, and in a process of which they tell otherwise.
 _RECORDED_CONFIDENCE, _DOUBTED_CONFIDENCE = 0.98, 0.5
+#: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
+_AT_ONCE_SECONDS = 5.0
 #: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
 _Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
@@ -258,7 +261,26 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    if waits == AWAITS_POOL:
+        until_ns = series[-1]["time_ns"]
+        if lost := _lost_children(life, culprit.key, until_ns - seconds * SECOND_NS, until_ns):
+            found = catalogue.of_lost_process(found, lost)
     return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
+
+
+def _lost_children(life: Lifecycle, key: ProcessKey, since_ns: float, until_ns: float) -> list[int]:
+    """Return the pids of the children of a process that ended as its silence began; none if some ended before.
+
+    A pool with `maxtasksperchild` ends its processes all the time.
+    """
+    samples = sampled_on(life.tables, key[0])
+    children = samples.loc[floats(samples, "parent_pid") == key[1], "process_pid"].unique()
+    ended = samples[samples["process_pid"].isin(children) & (floats(samples, "alive") == 0)]
+    times = floats(ended, "time_ns")
+    ended, times = ended[times <= until_ns], times[times <= until_ns]
+    if (times < since_ns - _AT_ONCE_SECONDS * SECOND_NS).any():
+        return []
+    return [int(pid) for pid in floats(ended, "process_pid")]
 
 
 def _is_plain(

@@ -22,6 +22,7 @@ from collector.stacks import (
     Frame,
     Stack,
     from_fields,
+    is_in,
 )
 from collector.store import ProcessKey
 
@@ -34,8 +35,12 @@ _BUSY_RATIO = 0.5
 #: Helpers are at work from this share on: on a machine with too few cores they get little.
 _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
+AWAITS_POOL = "waiting for a process pool"
+#: Where a process waits for results of a pool, and where a thread of a ThreadPool works for it.
+_POOL_RESULTS = ("multiprocessing/pool.py", "multiprocess/pool.py")
+_POOL_WORKER = "worker"
 #: Waits that nothing but another thread or a signal can end; they are no work.
-STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
+STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE, AWAITS_POOL)
 #: Parts of paths of frames in phases that may take any time: a compilation, a debugger.
 _PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/")
 #: The same for a notebook; between two cells it runs no code of its user.
@@ -104,8 +109,18 @@ class Process:
         """The thing that it waits for, or `computing`; None if the kernel does not tell."""
         if self.is_busy:
             return "computing"
+        if self.is_suspended:
+            return SUSPENDED
         stack = self._telling_stack
-        return SUSPENDED if self.is_suspended else stack.waits if stack else None
+        return AWAITS_POOL if self._awaits_pool else stack.waits if stack else None
+
+    @property
+    def _awaits_pool(self) -> bool:
+        """True if the main thread waits for results of a multiprocessing.Pool that has processes."""
+        if self.main is None or not self.main.is_in(_POOL_RESULTS):
+            return False
+        places = (frame for stack in self.threads for frame in stack.frames)
+        return not any(is_in(frame, _POOL_WORKER, _POOL_RESULTS) for frame in places)
 
     def evidence(self, dumps_count: int, waits: str | None) -> list[Evidence]:
         """Return where it stands, what it waits for, and its share of a core."""

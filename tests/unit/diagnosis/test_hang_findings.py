@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from recorded_dumps import data, fields
-from simulated_runs import MAIN, START_SECONDS, ns, start_training
+from simulated_runs import MAIN, MIB, START_SECONDS, ns, sample_process, start_training
 from stack_events import (
     AGENT,
     FOR_A_BATCH,
@@ -23,6 +24,7 @@ from stack_events import (
 
 from collector.diagnosis.deaths.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_OTHER
 
 OTHER_RANK = ("node", 200, 5100)
 
@@ -370,3 +372,29 @@ def test_dumps_of_a_training_that_goes_on_or_has_succeeded_are_no_hang():
     assert find_hangs(running.tables()) == []
     running.event(DUMPED, "command-exit", AGENT, command_pid=MAIN[1], exit_status=0).living = frozenset()
     assert find_hangs(running.tables()) == []
+
+
+AT_A_POOL = [
+    ["Condition.wait", f"{LIBRARY}/threading.py", 327],
+    ["ApplyResult.get", f"{LIBRARY}/multiprocessing/pool.py", 768],
+    ["main", "/home/me/train.py", 33],
+]
+
+
+@pytest.mark.parametrize("ends_at", [None, 21.0, 4.0])
+def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
+    """The silence began after 21 s; a process that ended long before was replaced, and nothing was lost."""
+    script = stacks(training(), process(MAIN, AT_A_POOL, LOCK))
+    seconds = [START_SECONDS + second for second in (1.0, 2.0, ends_at or 55.0)]
+    alive = np.array([1, 1, 0])
+    parents = np.array([MAIN[1], MAIN[1], np.nan])
+    held = np.full(3, MIB)
+    child = ("node", 3000, 9000)
+    sample_process(script, seconds, child, ROLE_OTHER, private=held, rss=held, alive=alive, parent_pid=parents)
+    finding = only(script)
+    assert finding.severity == "critical"
+    assert "it is waiting for a process pool in main, train.py:33" in finding.summary
+    lost = "child process (pid 3000) ended just then"
+    assert (lost in finding.summary) == (ends_at == 21.0)
+    text = finding.advice[0].text
+    assert text.startswith("Use concurrent.futures" if ends_at == 21.0 else "Look at what the pool's processes do")
