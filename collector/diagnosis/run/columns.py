@@ -272,14 +272,20 @@ def _iterations(tables: RunTables, key: ProcessKey | None) -> tuple[pd.DataFrame
     return written(tables, "batch", key), own_steps(tables, key)
 
 
+def _iteration_times(tables: RunTables) -> list[Floats]:
+    """Return the times of the batches, of the steps that the run counts, and of steps of another kind, if any."""
+    others = [] if tables.other_steps is None else [tables.other_steps]
+    return [floats(rows, "time_ns") for rows in (*map(tables.stream, ITERATIONS), *others)]
+
+
 @once
 def training_end_ns(tables: RunTables) -> float:
-    """Return when the last batch or step of the run was recorded; NaN if there is no sample either.
+    """Return when the last batch or step of any process was recorded; NaN if there is no sample either.
 
     Without any, it is the last sample before the processes gave back their memory (`before_teardown`). While the
     run goes on, it is the collector's next tick, which belongs to the step that is under way.
     """
-    ends = [floats(rows, "time_ns")[-1] for name in ITERATIONS if len(rows := tables.stream(name))]
+    ends = [times[-1] for times in _iteration_times(tables) if len(times)]
     if not ends:
         process = tables.stream("process")
         process = process[floats(process, "role") != ROLE_COLLECTOR]
@@ -316,7 +322,7 @@ def after_training_ns(tables: RunTables) -> tuple[float, float] | None:
     What follows may be an export, or an evaluation without a DataLoader. None in a run with fewer than two
     iterations, and until the time without one is far longer than the pauses between them.
     """
-    times = np.sort(np.concatenate([floats(tables.stream(name), "time_ns") for name in ITERATIONS]))
+    times = np.sort(np.concatenate(_iteration_times(tables)))
     samples = floats(tables.stream("process"), "time_ns")
     if len(times) < 2 or not len(samples):
         return None

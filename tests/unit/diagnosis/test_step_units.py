@@ -75,16 +75,17 @@ def test_an_actor_that_grows_is_judged_by_its_own_forward_passes(passes):
     """One process steps an optimizer, another one only makes forward passes, as in reinforcement learning."""
     learner, actor = CHILDREN
     script = start_training(start_training(key=learner), key=actor)
-    script.add("step", step_rows(200, UNIT_OPTIMIZER, optimizer_ns=1000.0), learner)
+    script.add("step", step_rows(40, UNIT_OPTIMIZER, optimizer_ns=1000.0), learner)  # the actor goes on after it
     seconds = START_SECONDS + 1 + np.arange(50)
     held = (300 + 5 * np.arange(50)) * MIB
     sample_process(script, seconds, actor, ROLE_MAIN, private=held, rss=held)
     sample_host(script, seconds, demand=held, total=10**14)
-    other = Script().add("step", step_rows(400, UNIT_PASS, every=0.1), actor).tables().stream("step")
+    other = Script().add("step", step_rows(480, UNIT_PASS, every=0.1), actor).tables().stream("step")
     found = diagnose(dataclasses.replace(script.tables(), other_steps=other if passes else None)).findings
     (leak,) = [finding for finding in found if finding.kind == "main-heap-leak"]
     assert leak.severity == ("warning" if passes else "info")
     assert (" per step" in leak.summary, "no batches" in leak.summary) == (passes, not passes)
+    assert leak.evidence[0].value > 180 * MIB
 
 
 def test_steps_of_lower_units_are_read_apart(load_steps):
