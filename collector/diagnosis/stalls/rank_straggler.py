@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, between, finite, floats, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, between, finite, floats, sampled, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
@@ -25,6 +25,7 @@ _FIRST_STEPS = 10
 _RECENT_STEPS = 1000
 _BLOCK_STEPS = 10  # steps whose means are taken to be independent
 _MIN_STEPS = 5 * _BLOCK_STEPS
+_MIN_SAMPLES = 3
 _MATCHED_RATIO = 0.5  # share of the lateness that the others must wait, or that explains it by one phase
 #: Phases of a step outside the backward pass, and the reason if they make a rank late.
 _PHASES = {
@@ -45,6 +46,21 @@ class _Excess:
     error: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """Shares of the time by which a rank is late in which it computes, and in which it waits for a core."""
+
+    cpu: float
+    run_queue: float
+
+    @property
+    def name(self) -> str:
+        """What it does for most of that time."""
+        if self.cpu + self.run_queue < _MATCHED_RATIO:
+            return "idle"
+        return "no core" if self.cpu < _MATCHED_RATIO * self.run_queue else "computing"
+
+
 def find_rank_straggler(tables: RunTables) -> list[Finding]:
     """Find `rank-straggler`: the one rank that holds up the others, if there is one."""
     hosts = _common_steps(tables, "step")
@@ -52,6 +68,7 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     all_steps = _common_steps(tables, "device_time") or hosts
     if not all_steps:
         return []
+    meet_on_host = all_steps is hosts
     steps, hosts = _recent(all_steps), _recent(hosts)
     outside = {key: _outside_ns(rows) for key, rows in steps.items()}
     straggler = max(outside, key=lambda key: float(np.mean(outside[key])))
@@ -69,6 +86,9 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     flushes = retries.pop(straggler)
     if by == "compute" and all(flushes > other for other in retries.values()):
         by, why = "memory", f"{why}, while its allocator flushed its cache {count(flushes)} times"
+    use = None
+    if by == "compute" and meet_on_host:
+        use = _use_of_time(tables, steps, straggler, lateness.seconds)
     rank = whole(rows["rank"].iloc[-1])
     return [
         Finding(
@@ -77,7 +97,7 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             confidence=loss.confidence(_BLOCK_STEPS),
             summary=f"The other ranks wait for rank {rank}: by itself it takes {duration(lateness.seconds)} longer "
             f"per step, and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are "
-            f"summed; {why}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
+            f"summed; {why}{_use_words(use)}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
             locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
             since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
             evidence=loss.evidence(
@@ -85,8 +105,9 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
                 others_backward_excess_seconds=waits.seconds,
                 **{f"{phase}_excess_seconds": phase_seconds},
                 **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
+                **({} if use is None else {"cpu_excess_ratio": use.cpu, "run_queue_excess_ratio": use.run_queue}),
             ),
-            advice=(_advice(by, rank, lateness.seconds),),
+            advice=(_advice(by if use is None else use.name, rank, lateness.seconds),),
             limited_by=by,
         )
     ]
@@ -112,12 +133,51 @@ def _late_phase(
     return phase, phases[phase]
 
 
+def _use_of_time(
+    tables: RunTables, steps: dict[ProcessKey, pd.DataFrame], straggler: ProcessKey, late_seconds: float
+) -> _Use | None:
+    """Return how a rank uses the time by which it is late, from the samples of its process; None if too few.
+
+    Only where the ranks meet on the host: one that waits for its device may compute all the while.
+    """
+    shares = []
+    for column in ("cpu_ns", "run_queue_ns"):
+        per_step = {}
+        for key, rows in steps.items():
+            times = floats(rows, "time_ns")
+            samples = between(sampled(tables, key), times[0], times[-1])
+            if len(samples) < _MIN_SAMPLES:
+                return None
+            used, at = floats(samples, column), floats(samples, "time_ns")
+            per_step[key] = (used[-1] - used[0]) / (at[-1] - at[0]) * float(np.diff(times).mean())
+        others = float(np.median([value for key, value in per_step.items() if key != straggler]))
+        shares.append((per_step[straggler] - others) / SECOND_NS / late_seconds)
+    cpu, run_queue = (float(np.clip(share, 0.0, 1.0)) for share in shares)
+    return _Use(cpu=cpu, run_queue=min(run_queue, 1.0 - cpu)) if math.isfinite(cpu + run_queue) else None
+
+
+def _use_words(use: _Use | None) -> str:
+    if use is None:
+        return ""
+    if use.name == "idle":
+        return (
+            ", and for most of this time it neither computes nor waits for a core: it sleeps, or waits for a file, \
+the network or a lock"
+        )
+    return f"; it computes for {percent(use.cpu)} of this time and waits for a core for {percent(use.run_queue)}"
+
+
 def _advice(by: str, rank: int | None, seconds: float) -> Advice:
     text = {
         "data": f"Speed up the loading of rank {rank} (its own findings show what is slow there), or its shard, "
         "disk or cores",
         "memory": f"Give rank {rank} a smaller batch or shorter samples, or free what it keeps on the device: each "
         "flush of the allocator's cache stops the device",
+        "computing": f"Look at what rank {rank} alone computes in that phase (logging, evaluation, longer "
+        "samples): `tidegauge stacks` names its line",
+        "no core": f"Give rank {rank} a core: end other programs, and check its affinity and OMP_NUM_THREADS",
+        "idle": f"Look for what rank {rank} alone waits for in that phase, a sleep, file, request or lock: "
+        "`tidegauge stacks` names its line",
         "compute": f"Look at what rank {rank} alone does in that phase (logging, evaluation, longer "
         "samples), and at its device and cores: clocks, temperature, other programs",
     }[by]

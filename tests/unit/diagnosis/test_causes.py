@@ -360,6 +360,29 @@ def test_straggler_rank_is_named_with_its_reason(column, lacks_memory, by):
     assert findings[0].value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("computing", "queued", "words", "advice"),
+    [
+        (0.9, 0.0, "it computes for 9", "Look at what rank 1 alone computes"),
+        (0.05, 0.8, "waits for a core for 80%", "Give rank 1 a core"),
+        (0.1, 0.1, "it neither computes nor waits for a core", "Look for what rank 1 alone waits for"),
+    ],
+)
+def test_advice_for_a_straggler_fits_what_it_does_in_that_time(computing, queued, words, advice):
+    """A step takes 0.064 s; rank 1 is late by 0.030 s of it."""
+    script = ranks(late=0.030, column="other_ns")
+    seconds = 1001.0 + np.arange(0.0, 12.0)
+    held = np.full(len(seconds), 300 * MIB)
+    for rank in range(2):
+        used = {"cpu_ns": 0.03 + computing * 0.030 * rank, "run_queue_ns": queued * 0.030 * rank}
+        clocks = {name: ns(value / 0.064) * (seconds - 1001.0) for name, value in used.items()}
+        key = ("node", 100 + rank, 5000 + rank)
+        sample_process(script, seconds, key, ROLE_MAIN, private=held, rss=held, rank=rank, **clocks)
+    (found,) = find_rank_straggler(script.tables())
+    assert words in found.summary
+    assert found.advice[0].text.startswith(advice)
+
+
 def test_straggler_on_gpus_is_found_from_device_and_host_times():
     script = ranks(late=0.030, column="data_wait_ns")
     for part in script.parts["step"]:
