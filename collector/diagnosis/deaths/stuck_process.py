@@ -36,7 +36,7 @@ _BUSY_RATIO = 0.5
 _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
 AWAITS_POOL = "waiting for a process pool"
-#: Where a process waits for results of a pool, and where a thread of a ThreadPool works for it.
+#: Files of frames that wait for results of a pool, and the function in which a thread of a ThreadPool works.
 _POOL_RESULTS = ("multiprocessing/pool.py", "multiprocess/pool.py")
 _POOL_WORKER = "worker"
 #: Waits that nothing but another thread or a signal can end; they are no work.

@@ -55,7 +55,7 @@ class _Use:
 
     @property
     def name(self) -> str:
-        """What it does for most of that time."""
+        """Name of what it does for most of that time."""
         if self.cpu + self.run_queue < _MATCHED_RATIO:
             return "idle"
         return "no core" if self.cpu < _MATCHED_RATIO * self.run_queue else "computing"
