@@ -18,12 +18,12 @@ from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written
-from collector.diagnosis.run.exceptions import exception_of
+from collector.diagnosis.run.exceptions import exception_of, raised_in
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Finding, Limit, Locus
 from collector.units import duration, number, percent, size
 
@@ -233,14 +233,8 @@ def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
     return min((end for end in ends if begin_ns < end < end_ns), default=end_ns)
 
 
-def _error(event: Mapping[str, Any]) -> str:
-    """Return the class of an exception and the first line of its message."""
-    return f"{event.get('type')}: {_first_line(event)}"
-
-
-def _first_line(event: Mapping[str, Any]) -> str:
-    line = message_lines(event)[0]
-    return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
+def _short(line: str) -> str:
+    return shorten(line, _MESSAGE_CHARACTERS, placeholder="…")
 
 
 def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
@@ -257,13 +251,12 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
         yield at, f"GPU {number(event.get('device'))} ran out of memory{words}."
     for key, event in life.exceptions.items():
         error = exception_of(life, key)
-        text = shorten(error.headline, _MESSAGE_CHARACTERS, placeholder="…")
-        yield float(event["time_ns"]), f"{sentence(life.name(error.process))} raised {text}"
+        yield float(event["time_ns"]), f"{sentence(life.name(error.process))} raised {_short(error.headline)}"
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
-        yield float(event["time_ns"]), f"{of} ended with {_error(event)}"
+        yield float(event["time_ns"]), f"{of} ended with {_short(raised_in(event, writer_of(event)).headline)}"
     for event in tables.events_of("exit-message"):
-        yield float(event["time_ns"]), f"Process {event['pid']} called sys.exit: {_first_line(event)}"
+        yield float(event["time_ns"]), f"Process {event['pid']} called sys.exit: {_short(message_lines(event)[0])}"
     for event in tables.events_of("before-oom"):
         yield float(event["time_ns"]), _precaution(event)
     for event in tables.events_of("risk-call"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from signal import SIGABRT, SIGBUS, SIGILL
 
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
@@ -74,6 +75,20 @@ _HANG_ADVICE = {
         "(`.get(timeout=...)`)",
         expected="an exception in place of the hang",
     ),
+    "waiting for an item of a queue": Advice(
+        text="Find the thread or process that should fill this queue: `tidegauge stacks` shows whether it lives "
+        "and where it stands; give `get` a timeout",
+        expected="an exception in place of the hang",
+    ),
+    "waiting for the end of a thread": Advice(
+        text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
+        expected="the line at which the thread stands is the cause",
+    ),
+    "waiting for the result of a task": Advice(
+        text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
+        "timeout",
+        expected="the line at which the task stands is the cause",
+    ),
     "waiting for the network": Advice(
         text="Set a timeout for that connection, and retry", expected="an exception in place of the hang"
     ),
@@ -98,6 +113,9 @@ _WAITS_OF_CODE = (
     "waiting for a pipe",
     "waiting for a child",
     "waiting for a process pool",
+    "waiting for an item of a queue",
+    "waiting for the end of a thread",
+    "waiting for the result of a task",
     "computing",
 )
 #: Begin of what a process that hangs waits for -> where the cause lies. Not known in a collective.
@@ -148,6 +166,17 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     if goes_on:
         advice.append(_LOOK_AGAIN)
     return replace(hang, advice=(*advice, *hang.advice), fault=_HANG_FAULTS.get(kind or ""))
+
+
+def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
+    """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
+    advice = Advice(
+        text="Hand the exceptions of that thread to the training, for example through the queue, and raise them "
+        "there",
+        expected="the training ends with the error, and does not wait for a thread that has ended",
+    )
+    summary = f"{hang.summary} One of its threads ended {when} with {exception}"
+    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
 def of_lost_process(hang: Finding, pids: Sequence[int]) -> Finding:
@@ -220,11 +249,26 @@ CRASHED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="Run again with PYTHONFAULTHANDLER=1; after SIGBUS check the size of /dev/shm",
+            text="Run again with PYTHONFAULTHANDLER=1",
             expected="it prints the Python stack at the moment of the fault",
         ),
     ),
 )
+#: Signal of a fault in native code (signal(7)) -> its usual cause.
+FAULT_ADVICE: Mapping[int | None, Advice] = {
+    SIGABRT: Advice(
+        text="Look at the end of the command's own output: native code that finds an error says which, and aborts",
+        expected="it names the failed check",
+    ),
+    SIGBUS: Advice(
+        text="Check the room in /dev/shm, and whether a file that is memory-mapped was cut short",
+        expected="each page that is touched exists",
+    ),
+    SIGILL: Advice(
+        text="Install packages that are built for this CPU: one uses an instruction that it lacks",
+        expected="each instruction is known to it (`lscpu`)",
+    ),
+}
 WORKER_CRASHED = replace(CRASHED, kind="worker-killed")
 WORKER_INTERRUPTED = replace(CRASHED, kind="worker-killed", advice=())
 WORKER_KILLED = Death(

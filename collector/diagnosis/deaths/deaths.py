@@ -117,7 +117,9 @@ def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
 def _death_of(victim: Victim) -> Death:
     is_worker = victim.locus.role == "worker"
     if victim.signal in _CRASH_SIGNALS:
-        return catalogue.WORKER_CRASHED if is_worker else catalogue.CRASHED
+        crash = catalogue.WORKER_CRASHED if is_worker else catalogue.CRASHED
+        usual = catalogue.FAULT_ADVICE.get(victim.signal)
+        return crash if usual is None else replace(crash, advice=(usual, *crash.advice))
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
     if is_worker and victim.signal is None and victim.exit_code is not None:

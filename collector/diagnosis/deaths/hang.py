@@ -26,6 +26,7 @@ from collector.diagnosis.deaths.stuck_process import (
 )
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, key_of, sampled_on, whole, written
+from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
@@ -261,11 +262,25 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
-    if waits == AWAITS_POOL:
-        until_ns = series[-1]["time_ns"]
-        if lost := _lost_children(life, culprit.key, until_ns - seconds * SECOND_NS, until_ns):
-            found = catalogue.of_lost_process(found, lost)
+    if waits is not None and waits == culprit.awaits:
+        found = _with_loss(life, found, culprit, series[-1]["time_ns"], seconds)
     return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
+
+
+def _with_loss(life: Lifecycle, hang: Finding, process: Process, until_ns: float, seconds: float) -> Finding:
+    """Return a hang with the process or the thread that has ended and was to deliver what its process waits for."""
+    since_ns = until_ns - seconds * SECOND_NS
+    if process.awaits == AWAITS_POOL:
+        lost = _lost_children(life, process.key, since_ns, until_ns)
+        return catalogue.of_lost_process(hang, lost) if lost else hang
+    ended = life.tables.events_of("thread-exception", by=process.key)
+    ended = [event for event in ended if event["time_ns"] <= until_ns]
+    if not ended:
+        return hang
+    before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
+    when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
+    raised = raised_in(ended[-1], process.key)
+    return catalogue.of_lost_thread(hang, f"{raised.kind}{raised.site}: {raised.lines[0]}", when)
 
 
 def _lost_children(life: Lifecycle, key: ProcessKey, since_ns: float, until_ns: float) -> list[int]:
@@ -291,7 +306,7 @@ def _is_plain(
     if culprit.is_in_long_phase or budgets < 1 or (culprit.is_busy and not is_worker):
         return False
     is_at_work = culprit.is_busy or helpers_compute(series)
-    if culprit.is_stuck and not is_at_work and (waits or "").startswith(STUCK_WAITS):
+    if culprit.is_stuck and not is_at_work and (culprit.awaits or (waits or "").startswith(STUCK_WAITS)):
         return True
     if not is_worker and not others_count and not _has_batches_left(life.tables, culprit.key, series):
         return False

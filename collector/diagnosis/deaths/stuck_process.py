@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -35,12 +36,19 @@ _BUSY_RATIO = 0.5
 #: Helpers are at work from this share on: on a machine with too few cores they get little.
 _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
-AWAITS_POOL = "waiting for a process pool"
-#: Files of frames that wait for results of a pool, and the function in which a thread of a ThreadPool works.
-_POOL_RESULTS = ("multiprocessing/pool.py", "multiprocess/pool.py")
-_POOL_WORKER = "worker"
+AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item of a queue"
+AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
+_POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
+#: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
+_AWAITED = (
+    ("get", _POOL_PATHS, AWAITS_POOL),
+    ("next", _POOL_PATHS, AWAITS_POOL),
+    ("get", ("/queue.py",), AWAITS_QUEUE),
+    ("join", ("/threading.py",), AWAITS_THREAD),
+    ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
+)
 #: Waits that nothing but another thread or a signal can end; they are no work.
-STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE, AWAITS_POOL)
+STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
 #: Parts of paths of frames in phases that may take any time: a compilation, a debugger.
 _PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/")
 #: The same for a notebook; between two cells it runs no code of its user.
@@ -112,15 +120,23 @@ class Process:
         if self.is_suspended:
             return SUSPENDED
         stack = self._telling_stack
-        return AWAITS_POOL if self._awaits_pool else stack.waits if stack else None
+        return self.awaits or (stack.waits if stack else None)
 
     @property
-    def _awaits_pool(self) -> bool:
-        """True if the main thread waits for results of a multiprocessing.Pool that has processes."""
-        if self.main is None or not self.main.is_in(_POOL_RESULTS):
-            return False
-        places = (frame for stack in self.threads for frame in stack.frames)
-        return not any(is_in(frame, _POOL_WORKER, _POOL_RESULTS) for frame in places)
+    def awaits(self) -> str | None:
+        """The thing that another thread or process of the program should deliver to its main thread, if any."""
+        if self.main is None:
+            return None
+        calls = [*takewhile(lambda frame: not frame.is_own, self.main.frames)]
+        found = (words for name, paths, words in _AWAITED if any(is_in(frame, name, paths) for frame in calls))
+        awaited = next(found, None)
+        if awaited == AWAITS_POOL and any(is_in(frame, "worker", _POOL_PATHS) for frame in self._all_frames):
+            return AWAITS_TASK  # a ThreadPool
+        return awaited
+
+    @property
+    def _all_frames(self) -> Iterator[Frame]:
+        return (frame for stack in self.threads for frame in stack.frames)
 
     def evidence(self, dumps_count: int, waits: str | None) -> list[Evidence]:
         """Return where it stands, what it waits for, and its share of a core."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
@@ -57,10 +57,16 @@ def exception_of(life: Lifecycle, key: ProcessKey) -> Raised:
     event = life.exceptions[key]
     lines, raiser = message_lines(event), life.raiser(key)
     if raiser == key and _FROM_WORKER not in lines[0]:
-        return Raised(process=key, kind=str(event.get("type")), lines=lines, site=at_line(event.get("site")))
+        return raised_in(event, key)
     kind, message = _quoted(lines)
     site = _own_frame(str(event["message"])) or event.get("site")
     return Raised(process=raiser, kind=kind, lines=message, site=at_line(site), origin=lines[0].strip("-:. "))
+
+
+def raised_in(event: Mapping[str, Any], key: ProcessKey) -> Raised:
+    """Return the exception that an event of a process recorded: one of its own, or of one of its threads."""
+    kind, lines = str(event.get("type")), message_lines(event)
+    return Raised(process=key, kind=kind, lines=lines, site=at_line(event.get("site")))
 
 
 def at_line(site: Any) -> str:

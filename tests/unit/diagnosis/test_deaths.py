@@ -1,5 +1,7 @@
 """Deaths of processes: the right victim is named, and no other process."""
 
+from signal import Signals
+
 import pytest
 from ended_runs import (
     COLLECTOR,
@@ -255,10 +257,21 @@ def test_an_exit_status_without_exception_is_a_crash():
     assert deaths(end_run(end_training(end_workers(training())), 3)) == [("crashed", "main", None, "critical")]
 
 
-def test_a_segmentation_fault_is_a_crash():
-    script = end_run(end_workers(training(), reason="parent-gone"), -11)
+@pytest.mark.parametrize(
+    ("signal", "first"),
+    [
+        (11, "Run again with PYTHONFAULTHANDLER=1"),
+        (6, "Look at the end of the command's own output"),
+        (7, "Check the room in /dev/shm"),
+        (4, "Install packages that are built for this CPU"),
+    ],
+)
+def test_a_fault_in_native_code_is_a_crash_with_advice_for_its_signal(signal, first):
+    script = end_run(end_workers(training(), reason="parent-gone"), -signal)
     assert deaths(script) == [("crashed", "main", None, "critical")]
-    assert "SIGSEGV" in diagnose(script.tables()).findings[0].summary
+    found = diagnose(script.tables()).findings[0]
+    assert Signals(signal).name in found.summary
+    assert found.advice[0].text.startswith(first)
 
 
 def test_command_killed_before_any_loader_is_a_victim():

@@ -398,3 +398,31 @@ def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
     assert (lost in finding.summary) == (ends_at == 21.0)
     text = finding.advice[0].text
     assert text.startswith("Use concurrent.futures" if ends_at == 21.0 else "Look at what the pool's processes do")
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "words"),
+    [
+        ("Queue.get", "queue.py", "waiting for an item of a queue"),
+        ("Thread.join", "threading.py", "waiting for the end of a thread"),
+        ("Future.result", "concurrent/futures/_base.py", "waiting for the result of a task"),
+    ],
+)
+@pytest.mark.parametrize("ended", [True, False])
+def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, path, words, ended):
+    frames = [
+        ["Condition.wait", f"{LIBRARY}/threading.py", 327],
+        [call, f"{LIBRARY}/{path}", 171],
+        ["main", "/home/me/train.py", 33],
+    ]
+    script = stacks(training(), process(MAIN, frames, LOCK))
+    if ended:
+        raised = {"type": "OSError", "message": "disk gone", "site": "/home/me/data.py:9, in produce"}
+        script.event(START_SECONDS + 9, "thread-exception", MAIN, thread="Thread-1", traceback="", **raised)
+    finding = only(script)
+    assert finding.severity == "critical"
+    assert f"it is {words} in main, train.py:33" in finding.summary
+    told = "One of its threads ended 10 s before the last step with OSError at data.py:9, in produce: disk gone"
+    assert (told in finding.summary) == ended
+    assert finding.advice[0].text.startswith("Hand the exceptions") == ended
+    assert "forkserver" not in finding.advice[0].text
