@@ -45,11 +45,15 @@ _ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("_feed", "multiprocessing/queues.py", FEEDS_QUEUE),
     ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
 )
+#: A pipe that its reader does not empty.
+FULL_PIPE = "waiting for a full pipe"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
 _WAIT_CHANNELS = (
     ("futex", "blocked on a lock (futex)"),
     ("do_wait", "waiting for a child process"),
     ("hrtimer_nanosleep", "asleep"),
+    ("pipe_write", FULL_PIPE),
+    ("anon_pipe_write", FULL_PIPE),
     ("pipe_", "waiting for a pipe"),
     ("anon_pipe_", "waiting for a pipe"),
     ("poll_", "waiting for a pipe or socket"),

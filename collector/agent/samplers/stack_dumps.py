@@ -19,12 +19,11 @@ from collector.agent.samplers import procfs
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles, Role
 from collector.agent.samplers.processes import ProcessTree
 from collector.agent.samplers.procfs import LocalProcess
-from collector.agent.samplers.wait_targets import wait_target
+from collector.agent.samplers.wait_targets import own_wait, wait_target
 from collector.errors import one_line
 from collector.findings import Locus
-from collector.stacks import Stack, stacks_of, wait_words
+from collector.stacks import Stack, stacks_of
 from collector.store import Run, of_this_boot
-from training_harness.journal import stat_fields
 from training_harness.ptracer import ptrace_scope
 from training_harness.records import ROLES
 
@@ -115,11 +114,6 @@ def _dump(pid: int, *, native: bool) -> list[dict[str, Any]]:
 
 
 def _waits(pid: int, thread: int, proc: str) -> str | None:
-    directory = f"{proc}/{pid}/task/{thread}"
-    stat, channel = procfs.read_file(f"{directory}/stat"), procfs.read_file(f"{directory}/wchan")
-    if stat is None:
-        return None
-    name = (channel or b"").decode(errors="replace").strip("\0\n")
-    words = wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
+    words = own_wait(proc, pid, thread)
     target = wait_target(proc, pid, thread) if (words or "").startswith(_WITH_TARGET) else None
     return f"{words} ({target})" if target else words

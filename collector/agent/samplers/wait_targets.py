@@ -11,6 +11,8 @@ import socket
 import struct
 
 from collector.agent.samplers import procfs
+from collector.stacks import wait_words
+from training_harness.journal import stat_fields
 
 #: Machine -> numbers of the system calls whose first argument is a descriptor: read, write, send, receive, accept,
 #: connect, fsync, flock, fcntl and their like; and those of wait4 and waitid.
@@ -18,7 +20,19 @@ _OF_DESCRIPTOR = {
     "x86_64": frozenset({0, 1, 17, 18, 19, 20, 42, 43, 44, 45, 46, 47, 72, 73, 74, 75, 288}),
     "aarch64": frozenset({25, 32, 63, 64, 65, 66, 67, 68, 82, 83, 202, 203, 206, 207, 211, 212, 242}),
 }
+#: Begin of the words for a child that itself waits for something.
+_HELD_UP = ("waiting for", "blocked")
 _OF_CHILD = {"x86_64": frozenset({61}), "aarch64": frozenset({260})}
+
+
+def own_wait(proc: str, pid: int, thread: int) -> str | None:
+    """Return what a thread waits for in words, without its target; None if /proc does not tell."""
+    directory = f"{proc}/{pid}/task/{thread}"
+    stat, channel = procfs.read_file(f"{directory}/stat"), procfs.read_file(f"{directory}/wchan")
+    if stat is None:
+        return None
+    name = (channel or b"").decode(errors="replace").strip("\0\n")
+    return wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
 
 
 def wait_target(proc: str, pid: int, thread: int) -> str | None:
@@ -47,7 +61,9 @@ def _child(proc: str, pid: int) -> str | None:
     if not 0 < pid < 2**31:  # any child
         return None
     name = (procfs.read_file(f"{proc}/{pid}/comm") or b"").decode(errors="replace").strip()
-    return f"{name}, pid {pid}" if name else f"pid {pid}"
+    waits = own_wait(proc, pid, pid)
+    words = f", which is {waits}" if waits and waits.startswith(_HELD_UP) else ""
+    return f"{name}, pid {pid}{words}" if name else f"pid {pid}{words}"
 
 
 def _remote_address(proc: str, pid: int, inode: str) -> str | None:

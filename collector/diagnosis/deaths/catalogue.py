@@ -8,6 +8,7 @@ from signal import SIGABRT, SIGBUS, SIGILL
 
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
+from collector.stacks import FULL_PIPE
 from collector.units import duration
 
 
@@ -123,6 +124,10 @@ _HANG_FAULTS: dict[str, Fault] = {
     **dict.fromkeys(_WAITS_OF_CODE, "your code"),
     **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),
 }
+_READ_OUTPUT = Advice(
+    text="Read the child's output while it runs: use subprocess.run or communicate(), or stdout=subprocess.DEVNULL",
+    expected="its pipe never fills, and it comes to its end",
+)
 #: Advice while the run goes on.
 _LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
 _LOAD_AHEAD = Advice(
@@ -162,6 +167,8 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
     kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]
+    if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
+        remedies = [_READ_OUTPUT]
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
     if goes_on:
         advice.append(_LOOK_AGAIN)

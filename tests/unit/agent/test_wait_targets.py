@@ -12,11 +12,15 @@ import threading
 import pytest
 
 from collector.agent.samplers.wait_targets import wait_target
+from collector.stacks import FULL_PIPE
 from tests.conftest import wait_for
 
 PID = os.getpid()
 IN_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); print(flush=True); fcntl.flock(f, fcntl.LOCK_EX)"
 
+PRINT = "print('x' * 1_000_000)"
+IN_FULL_PIPE = f"""import subprocess, sys
+c = subprocess.Popen([sys.executable, "-c", {PRINT!r}], stdout=-1); print(c.pid, flush=True); c.wait()"""
 IN_WAIT = "import subprocess; c = subprocess.Popen(['cat'], stdin=-1); print(c.pid, flush=True); c.wait()"
 
 
@@ -52,11 +56,15 @@ def test_the_other_end_of_a_connection(thread, family, host, shown):
             connection.send(b"x")
 
 
-def test_the_child_process_that_is_waited_for():
-    with subprocess.Popen([sys.executable, "-c", IN_WAIT], stdout=subprocess.PIPE, text=True) as parent:
+@pytest.mark.parametrize(
+    ("program", "waits"), [(IN_WAIT, "cat, pid {}, which is waiting for a pipe"), (IN_FULL_PIPE, FULL_PIPE)]
+)
+def test_the_child_process_that_is_waited_for_with_its_own_wait(program, waits):
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         try:
-            wait_for(lambda: wait_target("/proc", parent.pid, parent.pid) == f"cat, pid {pid}", "the child, cat")
+            words = waits.format(pid)
+            wait_for(lambda: words in (wait_target("/proc", parent.pid, parent.pid) or ""), "the child's wait")
         finally:
             os.kill(pid, 9)
 

@@ -67,7 +67,12 @@ IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
 
 @pytest.mark.parametrize(
     ("waits", "advice"),
-    [(LOCK, "lock"), ("waiting for a child process", "stdin"), ("suspended (SIGSTOP or a debugger)", "-CONT 1001")],
+    [
+        (LOCK, "lock"),
+        ("waiting for a child process", "stdin"),
+        ("waiting for a child process (cat, pid 7, which is waiting for a full pipe)", "communicate()"),
+        ("suspended (SIGSTOP or a debugger)", "-CONT 1001"),
+    ],
 )
 def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_wait(waits, advice):
     finding = only(stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, waits)))
