@@ -182,11 +182,22 @@ def _in_common(outlook: Forecast | str) -> tuple[str, tuple[Evidence, ...]]:
     return words, measurements(len(sharing.service), "recent fetches", **tests)
 
 
+_CHEAPER_COLLATE = (
+    "Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of like length, call "
+    "torch.stack once instead of loops over samples"
+)
+_SMALLER_SAMPLES = (
+    "Make the samples smaller, since default_collate copies each byte of them into the batch: smaller dtypes "
+    "(uint8 images), cropped samples, scaled on the device"
+)
+
+
 def collate_bound(case: LoadingCase) -> Finding:
     """Return a finding for workers that are too slow because of `collate_fn`."""
     finding, limit, steady = workers_too_slow(case), worker_limit(case.loop), case.steady
     interval = max(steady.consumer, (steady.fetch_mean - steady.collate_mean) / case.loop.num_workers)
     now = number(1 / steady.interval)
+    is_default = case.loop.setting.get("collate") == "default_collate"
     return dataclasses.replace(
         finding,
         kind="collate-bound",
@@ -205,8 +216,7 @@ def collate_bound(case: LoadingCase) -> Finding:
         ),
         advice=(
             Advice(
-                text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of "
-                "like length, call torch.stack once instead of loops over samples",
+                text=_SMALLER_SAMPLES if is_default else _CHEAPER_COLLATE,
                 expected=f"up to {_batches_per_second(interval)} without collate_fn, instead of {now}",
                 effect="changes results",
             ),

@@ -28,7 +28,7 @@ from collector.diagnosis.stalls.epoch_start import (
     startup_of_short_run,
     worker_startup,
 )
-from collector.diagnosis.stalls.hand_over import hand_over
+from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, shard_skew
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding
@@ -104,7 +104,8 @@ def without_odd_first_epoch(loop: Loop) -> tuple[Loop, str]:
 def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
     steady, skews = case.steady, _shard_skew(case)
-    others = [*skews, *_hand_overs(case)]
+    waits = hand_over(case.loop) if case.loop.num_workers else None
+    others = [*skews, *(_hand_overs(case, waits) if waits else ())]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
         with_core = 1 - core_waits(case.loop).in_workers
         is_transfer = steady.transfer * with_core >= _TRANSFER_RATIO * steady.interval
@@ -123,6 +124,8 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
+    if waits is not None and waits.copy_seconds >= LEAST_LOST_RATIO * steady.interval:
+        case = dataclasses.replace(case, waited=case.loss(steady.starved))  # the rest is a wait for the transfer
     return [*_starving(case), *others]
 
 
@@ -155,26 +158,27 @@ def _shard_skew(case: LoadingCase) -> list[Finding]:
     return [catalogue.shard_skew(case, skew, loss)] if loss.ratio >= LEAST_LOST_RATIO else []
 
 
-def _hand_overs(case: LoadingCase) -> list[Finding]:
+def _hand_overs(case: LoadingCase, waits: HandOver) -> list[Finding]:
     """Find `sampler-bound`, and `copy-bound` or `pin-bound`, in a loop with workers.
 
     A sampler that runs while all workers are busy costs nothing: the batch would not come earlier without it.
     """
-    if not case.loop.num_workers:
-        return []
-    waits, findings = hand_over(case.loop), []
+    findings = []
     workers_idle = case.steady.idle_ratio >= BUSY_IDLE and not case.loop.setting.get("iterable")
     if workers_idle and waits.sampler_seconds >= LEAST_LOST_RATIO * case.steady.interval:
         findings.append(catalogue.sampler_bound(case, waits))
     if waits.copy_seconds >= LEAST_LOST_RATIO * case.steady.interval:
         pinned = floats(written(case.loop.tables, "device_memory", case.loop.main), "pinned_allocated_bytes")
         pinned_bytes = float(np.nanmax(pinned, initial=0.0))
-        if not (case.loop.setting.get("pin_memory") and pinned_bytes > 0):
-            findings.append(catalogue.copy_bound(case, waits))
-        elif case.loop.setting.get("collate") == "default_collate":
-            findings.append(catalogue.pin_bound(case, waits, pinned_bytes))
-        else:
+        is_pinned = bool(case.loop.setting.get("pin_memory")) and pinned_bytes > 0
+        # default_collate writes a batch straight into shared memory (torch/utils/data/_utils/collate.py).
+        is_copied = case.loop.setting.get("collate") != "default_collate"
+        if is_pinned and is_copied:
             findings.append(catalogue.copy_or_pin_bound(case, waits))
+        elif is_pinned:
+            findings.append(catalogue.pin_bound(case, waits, pinned_bytes))
+        elif is_copied:
+            findings.append(catalogue.copy_bound(case, waits))
     return findings
 
 

@@ -83,16 +83,20 @@ def test_unsplit_wait_is_blamed_on_neither_sampler_nor_transfer():
 
 
 @pytest.mark.parametrize(
-    ("payload", "kinds"),
-    [(32 * MIB, [("copy-bound", "warning")]), (10_000, [("cannot-tell", "info")])],
+    ("payload", "collate", "kinds"),
+    [
+        (32 * MIB, "pad", [("copy-bound", "warning")]),
+        (32 * MIB, "default_collate", [("cannot-tell", "info")]),
+        (10_000, "pad", [("cannot-tell", "info")]),
+    ],
 )
-def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
-    script = simulate(**STEADY | {"consumer": jittered(0.06)})
+def test_copying_is_blamed_only_if_the_bytes_explain_it_and_are_copied(payload, collate, kinds):
+    script = simulate(collate=collate, **STEADY | {"consumer": jittered(0.06)})
     seen, found = loading_findings(
         with_longer_waits(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2)
     )
     assert seen == kinds
-    if payload == 32 * MIB:
+    if "copy-bound" in found:
         assert "MiB/s" in found["copy-bound"].summary
         assert found["copy-bound"].value_of("made_before_asked_ratio") == pytest.approx(1.0, abs=0.02)
         rates = [float(word) for word in found["copy-bound"].advice[0].expected.split() if word[0].isdigit()]
@@ -106,6 +110,23 @@ def test_transfer_that_the_bytes_explain_as_a_whole_has_one_throughput_without_i
         with_longer_waits(script, 0.05, blocked=True, payload_bytes=96 * MIB, ready_count=2)
     )
     assert " to " not in found["copy-bound"].advice[0].expected
+
+
+def test_slow_batches_are_not_charged_with_a_transfer_that_takes_long():
+    run = STEADY | {"service": jittered(0.2, 0.7), "consumer": jittered(0.06), "batches": 600}
+    plain = loading_findings(simulate(**run))[1]["straggler-samples"]
+    slow_transfer = with_longer_waits(simulate(**run), 0.03, blocked=True, payload_bytes=64 * MIB, ready_count=2)
+    found = loading_findings(slow_transfer)[1]["straggler-samples"]
+    assert found.value_of("lost_seconds") < plain.value_of("lost_seconds") + 0.2 * 0.03 * 600
+
+
+@pytest.mark.parametrize(
+    ("collate", "advice"), [("default_collate", "Make the samples smaller"), ("pad", "Make collate_fn cheaper")]
+)
+def test_advice_on_collating_fits_the_function(collate, advice):
+    run = STEADY | {"service": jittered(0.23), "consumer": jittered(0.05)}
+    found = loading_findings(simulate(collate=collate, collate_share=0.9, **run))[1]
+    assert found["collate-bound"].advice[0].text.startswith(advice)
 
 
 @pytest.mark.parametrize(
