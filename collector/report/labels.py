@@ -50,6 +50,7 @@ LABELS = {
     "regular_ratio": "pauses at regular distance",
     "saving_count": "pauses in torch.save",
     "training_run_queue_ratio": "training process waiting for a core",
+    "other_threads_cores_count": "cores used by other threads of the process",
     "cores_used_count": "cores in use by the run",
     "own_time_excess_seconds": "rank slower per step by",
     "forward_excess_seconds": "rank's forward pass longer by",

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.run.columns import between, floats, sampled
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
@@ -52,6 +53,16 @@ def core_waits(loop: Loop) -> CoreWaits:
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
     """Return (share of the window that a main thread waited for a core, number of samples); (0, 0) if unknown."""
     return spent_ratio(between(sampled(tables, main), begin_ns, end_ns), "run_queue_ns", _MIN_SAMPLES)
+
+
+def cores_of_other_threads(loop: Loop, steady: Pace) -> float:
+    """Return the cores that other threads of the training process use while its loop waits for batches.
+
+    The thread of the loop itself computes at most while it does not wait. 0 if unknown.
+    """
+    samples = between(sampled(loop.tables, loop.main), steady.first_ns, steady.last_ns)
+    cores = spent_ratio(samples, "cpu_ns", _MIN_SAMPLES)[0]
+    return max(0.0, cores - (1 - steady.wait_ratio)) / max(steady.wait_ratio, 1e-9)
 
 
 def spent_ratio(samples: pd.DataFrame, column: str, least: int) -> tuple[float, int]:

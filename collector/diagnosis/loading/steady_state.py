@@ -110,6 +110,7 @@ def pace(loop: Loop) -> Pace | None:
     fetch_mean = mean(floats(fetches, "fetch_ns")) / SECOND_NS
     starved = waits if _sets_the_pace(loop, fetch_mean, intervals, waits) else starved_ns(loop, rows, times, waits)
     work = without_pauses(np.maximum(intervals - starved, 0.0))
+    waits = starved + np.minimum(waits - starved, work)  # a pause that is cut off may lie in a transfer
     rows = rows.assign(starved_ns=starved)
     tail, tail_starved = _tail(rows, fetches)
     consumer = _windowed(work, loop.ramp) / SECOND_NS

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.core_waits import cores_of_other_threads
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.loading.worker_limit import worker_limit
@@ -26,6 +27,14 @@ _LISTED_BATCHES = 50
 MOST_TAIL = 0.2  # share of the batches that may be slow ones
 _LEAST_TIME_OF_TAIL = 0.5  # share of the fetches' time from which a few slow batches are named
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
+
+
+_BUSY_THREADS = 0.5  # cores that other threads use from which they may hold the loop up
+_MOVE_THREADS = Advice(
+    text="Find the thread of the training process that computes (`tidegauge stacks`), and move its work to another "
+    "process",
+    expected="the loop goes on as soon as a batch is there; other numbers of workers change little until then",
+)
 
 
 def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
@@ -51,12 +60,16 @@ def slow_transfer(case: LoadingCase) -> Finding:
         f"({duration(steady.transfer)} per batch between worker and loop), and the bytes of a batch do not "
         f"explain that; a fetch takes {duration(steady.fetch_mean)}"
     )
+    measured, cores = {"fetch_seconds": steady.fetch_mean}, cores_of_other_threads(case.loop, steady)
+    advice = advise_inline(steady, duration(steady.transfer), steady.transfer)
+    if cores >= _BUSY_THREADS:
+        missing += (
+            f". Meanwhile other threads of the training process use {number(cores)} of a core, and the loop can't "
+            "go on while one of them holds the interpreter (GIL)"
+        )
+        measured["other_threads_cores_count"], advice = cores, (_MOVE_THREADS,)
     finding = no_cause(case, missing)
-    return dataclasses.replace(
-        finding,
-        evidence=(*finding.evidence, *case.measured(fetch_seconds=steady.fetch_mean)),
-        advice=advise_inline(steady, duration(steady.transfer), steady.transfer),
-    )
+    return dataclasses.replace(finding, evidence=(*finding.evidence, *case.measured(**measured)), advice=advice)
 
 
 def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:

@@ -104,6 +104,20 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it_and_are_copied(payload, 
         assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
 
 
+@pytest.mark.parametrize("computing", [True, False])
+def test_threads_that_compute_while_the_loop_waits_for_finished_batches_are_told(computing):
+    """The loop waits 83 % of its time; without workers it would wait for the interpreter as well."""
+    script = simulate(collate="pad", **STEADY | {"consumer": jittered(0.06), "batches": 400})
+    script = with_longer_waits(script, 0.05, blocked=True, payload_bytes=10_000, ready_count=2)
+    seconds = 1001.0 + np.arange(0.0, 25.0)
+    used_ns = ns(1.0 if computing else 0.2) * (seconds - seconds[0])
+    held = np.full(len(seconds), 300 * MIB)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=used_ns)
+    finding = loading_findings(script)[1]["cannot-tell"]
+    assert ("other threads of the training process use 1 of a core" in finding.summary) == computing
+    assert finding.advice[0].text.startswith("Find the thread" if computing else "Set num_workers=0")
+
+
 def test_transfer_that_the_bytes_explain_as_a_whole_has_one_throughput_without_it():
     script = simulate(**STEADY | {"consumer": jittered(0.06)})
     _, found = loading_findings(
