@@ -21,8 +21,8 @@ from collector.commands.options import (
     home_option,
     interval_option,
     investigate_option,
+    made_by,
     outlet_options,
-    parse_on_hang,
     require_value,
     run_options,
 )
@@ -85,7 +85,7 @@ def _check_run_id(context: click.Context, option: click.Parameter, value: str | 
 @investigate_option
 @click.option(
     "--on-hang",
-    callback=parse_on_hang,
+    callback=made_by("hangs", "HangReports"),
     metavar="cancel|CMD",
     help="When the training hangs: end it, or run a shell command once, with the finding's JSON on stdin.",
 )
