@@ -305,7 +305,7 @@ def collect(
     verdict = _judge_and_publish(run, outlets)
     if card:
         from collector.agent.live.notebook_card import write_card
-        from collector.report.html.verdict_card import verdict_card
+        from collector.report.html import verdict_card
 
         write_card(run.path, verdict_card(verdict, run_id=run.run_id, name=run.name))
     click.echo(f"{run.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)

@@ -16,6 +16,7 @@ from collector.diagnosis.run.tables import (
 )
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO as LEAST_LOST_RATIO
 from collector.diagnosis.statistics.growth import MIN_POINTS as MIN_POINTS
+from collector.diagnosis.statistics.student_t import student_t_quantile as student_t_quantile
 from collector.diagnosis.summary import Machine as Machine, machine_of as machine_of, memory_curve as memory_curve
 from collector.diagnosis.throughput import (
     Slowdown as Slowdown,

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from collector.errors import TidegaugeError
 from collector.findings import KINDS
-from collector.report.command_identity import Command, command_of
-from collector.report.known import Known, home_of, known_files, known_findings
+from collector.report.known import Command, Known, command_of, home_of, known_files, known_findings
 from collector.report.results import RESULT_FIGURES, Result, result_from
 from collector.report.terminal import plain_table
 from collector.store import (
