@@ -168,7 +168,7 @@ def _site(frame: SourceFrame, cwd: str | None) -> str:
 
 def _main_of(where: Locus, tables: RunTables) -> ProcessKey | None:
     """Return the training process of a finding, if stacks of it were taken."""
-    mains = dict.fromkeys(key for event in tables.events_of("stack-series") if (key := _main_key(event)))
+    mains = dict.fromkeys(key for event in tables.events_of("stack-series") if (key := key_of(event, "of_")))
     pid = where.pid if where.role == "main" and where.pid is not None else where.main_pid
     ranks = {writer_of(event): event.get("rank") for event in tables.events_of("process-start")}
     fitting = [
@@ -179,13 +179,9 @@ def _main_of(where: Locus, tables: RunTables) -> ProcessKey | None:
     return fitting[-1] if fitting else None
 
 
-def _main_key(event: Mapping[str, Any]) -> ProcessKey | None:
-    return key_of({"host": event["host"], "pid": event.get("of_pid"), "start_ticks": event.get("of_start_ticks")})
-
-
 @once
 def _series_of(tables: RunTables, main: ProcessKey) -> list[_Series]:
-    events = [event for event in tables.events_of("stack-series") if _main_key(event) == main]
+    events = [event for event in tables.events_of("stack-series") if key_of(event, "of_") == main]
     return [_read(event) for event in events[-_MOST_SERIES:]]
 
 

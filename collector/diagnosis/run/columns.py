@@ -83,11 +83,11 @@ def seconds(rows: pd.DataFrame) -> Floats:
     return floats(rows, "time_ns") / SECOND_NS
 
 
-def key_of(body: Mapping[str, Any] | None) -> ProcessKey | None:
-    """Return the process that an event or a manifest entry names by host, pid and start_ticks."""
+def key_of(body: Mapping[str, Any] | None, prefix: str = "") -> ProcessKey | None:
+    """Return the process that an event or a manifest entry names by host, `PREFIXpid` and `PREFIXstart_ticks`."""
     if not isinstance(body, Mapping):
         return None
-    pid, ticks = whole(body.get("pid")), whole(body.get("start_ticks"))
+    pid, ticks = whole(body.get(f"{prefix}pid")), whole(body.get(f"{prefix}start_ticks"))
     return None if pid is None or ticks is None else (str(body.get("host")), pid, ticks)
 
 
