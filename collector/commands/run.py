@@ -149,16 +149,13 @@ def run(
         tags=tags,
         interval_seconds=interval,
     )
-    if attempt < restarts and outcome.exit_status and verdict is not None and _lacked_memory(verdict):
+    lacked_memory = verdict is not None and any(finding.kind == "host-oom-kill" for finding in verdict.findings)
+    if attempt < restarts and outcome.exit_status and lacked_memory:
         click.echo(f"tidegauge: killed for lack of memory; restart {attempt + 1} of {restarts}", err=True)
         os.environ[ATTEMPT_VARIABLE] = str(attempt + 1)
         # A new process, since everything in this one belongs to the run that ended.
         os.execv(sys.executable, sys.orig_argv)
     sys.exit(outcome.exit_status)
-
-
-def _lacked_memory(verdict: Verdict) -> bool:
-    return any(finding.kind == "host-oom-kill" for finding in verdict.findings)
 
 
 @click.command(context_settings=PASS_ON)

@@ -105,7 +105,9 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
         return ExitRecord(reason=_UNKNOWN, exit_status=life.exit_status, seconds=life.wall_seconds)
     where = death.locus
     code = death.value_of("worker_exit_code")
-    sent = signal_of_child(whole(code)) if code is not None else _signal_of_main(life, where)
+    sent = signal_of_child(whole(code))
+    if code is None:
+        sent = next((number for key, number in life.killed_mains.items() if key[1] == where.pid), None)
     owner = (
         limit_owner(life.tables, where.host)
         if death.limit and death.limit.name == "cgroup" and where.host
@@ -143,11 +145,6 @@ def _reason(death: Finding) -> str:
     if death.kind == "worker-killed" and (death.value_of("worker_exit_code") or 0) > 0:
         return "DataLoader worker exited"
     return _REASONS.get(death.kind, _UNKNOWN)
-
-
-def _signal_of_main(life: Lifecycle, where: Locus) -> int | None:
-    signals = [number for key, number in life.killed_mains.items() if key[1] == where.pid]
-    return signals[0] if signals else None
 
 
 def _end_seconds(life: Lifecycle, death: Finding) -> float | None:
@@ -233,11 +230,6 @@ def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
     return min((end for end in ends if begin_ns < end < end_ns), default=end_ns)
 
 
-def _error(event: Mapping[str, Any]) -> str:
-    """Return the class of an exception and the first line of its message."""
-    return f"{event.get('type')}: {_first_line(event)}"
-
-
 def _first_line(event: Mapping[str, Any]) -> str:
     line = message_lines(event)[0]
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
@@ -261,7 +253,7 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
         yield float(event["time_ns"]), f"{sentence(life.name(error.process))} raised {text}"
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
-        yield float(event["time_ns"]), f"{of} ended with {_error(event)}"
+        yield float(event["time_ns"]), f"{of} ended with {event.get('type')}: {_first_line(event)}"
     for event in tables.events_of("exit-message"):
         yield float(event["time_ns"]), f"Process {event['pid']} called sys.exit: {_first_line(event)}"
     for event in tables.events_of("before-oom"):

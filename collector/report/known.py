@@ -19,7 +19,7 @@ from collector.store import (
     KNOWN_FINDINGS,
     SHARED_KNOWN_FINDINGS,
     Run,
-    change_home_document,
+    change_document,
     document_path,
     read_document,
 )
@@ -89,7 +89,7 @@ def change_known(run: Run, identities: Iterable[Identity], reason: str | None) -
         return {"schema": SCHEMA, "findings": [*kept, *added]}
 
     name = SHARED_KNOWN_FINDINGS if run.is_shared else KNOWN_FINDINGS
-    change_home_document(home_of(run), name, change, is_shared=run.is_shared)
+    change_document(home_of(run), name, change, "" if run.is_shared else None)
 
 
 def home_of(run: Run) -> Path:

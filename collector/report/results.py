@@ -142,7 +142,8 @@ def save_result(run: Run, result: Result) -> None:
     Raises:
         TidegaugeError: it cannot be stored.
     """
-    change_document(run, RESULT, lambda _: finite({"schema": SCHEMA, **asdict(result)}))
+    key = run.run_id if run.is_shared else None
+    change_document(run.path, RESULT, lambda _: finite({"schema": SCHEMA, **asdict(result)}), key)
 
 
 def result_from(body: Mapping[str, Any]) -> Result | None:

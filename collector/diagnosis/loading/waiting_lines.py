@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -101,7 +101,9 @@ def awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
     stacks = Counter(stack for one in series for stack in choose(one) if stack)
     if sum(stacks.values()) < LEAST_SAMPLES:
         return None
-    return AwaitedTime(kind=finding.kind, locus=finding.locus, stacks=stacks, window=_window(tables, series))
+    times = [time for one in series for time in one.times]
+    window = window_text(tables, min(times), max(times))
+    return AwaitedTime(kind=finding.kind, locus=finding.locus, stacks=stacks, window=window)
 
 
 def add_waiting_lines(finding: Finding, awaited: AwaitedTime | None, cwd: str | None) -> Finding:
@@ -195,11 +197,6 @@ def _read(event: Mapping[str, Any]) -> _Series:
     times = np.array(event["times_ns"], dtype=np.float64)
     main = samples.pop(event["of_pid"], [None] * len(times))
     return _Series(times=times, main=main, others=samples)
-
-
-def _window(tables: RunTables, series: Sequence[_Series]) -> str:
-    times = [time for one in series for time in one.times]
-    return window_text(tables, min(times), max(times))
 
 
 def _choice(finding: Finding, tables: RunTables, main: ProcessKey) -> Callable[[_Series], Iterable[Frames | None]]:
