@@ -394,11 +394,11 @@ def _judge_and_publish(run: Run, outlets: Outlets | None) -> Verdict:
     verdict = judge(run)
     if outlets is not None:
         outlets.publish(verdict.findings)
-        if outlets.wants_report:
+        if outlets.trackers.is_wanted:
             with suppress(TidegaugeError, OSError):  # no dashboard is installed, or the disk is full
                 report = run.path / "report.html"
                 report.write_text(render_html(run, verdict), encoding="utf-8")
-                outlets.attach_report(report)
+                outlets.trackers.attach_report(report)
     return verdict
 
 
