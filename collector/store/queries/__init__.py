@@ -63,4 +63,4 @@ from collector.store.queries.training_steps import (
     step_summary as step_summary,
     steps as steps,
 )
-from collector.store.rollups.tables import EXACT_QUANTILE_ROWS as EXACT_QUANTILE_ROWS
+from collector.store.rollups.tables import EXACT_QUANTILE_ROWS as EXACT_QUANTILE_ROWS, Reach as Reach
