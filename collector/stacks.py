@@ -228,7 +228,7 @@ def group(stacks: Iterable[Stack]) -> list[StackGroup]:
     for stack in stacks:
         groups.setdefault((stack.frames, stack.waits), []).append(stack)
     found = [StackGroup(tuple(alike)) for alike in groups.values()]
-    return sorted(found, key=_oddness)
+    return sorted(found, key=lambda alike: (not alike.has_own_frames, alike.waits_for_another, len(alike.stacks)))
 
 
 def wait_words(state: str, channel: str | None) -> str | None:
@@ -248,10 +248,6 @@ def wait_words(state: str, channel: str | None) -> str | None:
     if state == "D":
         return "waiting for a disk" + (f" ({channel})" if channel else "")
     return f"waiting in {channel}" if channel else None
-
-
-def _oddness(alike: StackGroup) -> tuple[bool, bool, int]:
-    return not alike.has_own_frames, alike.waits_for_another, len(alike.stacks)
 
 
 def _frame(frame: Mapping[str, Any]) -> Frame:

@@ -46,8 +46,7 @@ def unpack(name: str, home: Path) -> Path:
     with tarfile.open(archives()[name]) as archive:
         archive.extractall(home / "runs", filter="data")
     run = home / "runs" / name
-    for verdict in ("report.json", "result.json"):
-        (run / verdict).unlink(missing_ok=True)
+    (run / "result.json").unlink(missing_ok=True)
     manifest = json.loads((run / "run.json").read_text())
     for anchor in manifest["anchors"].values():
         anchor["boot_id"] = "recorded"

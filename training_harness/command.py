@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 #: Modules that the command line needs.
-_REQUIRED = ("click", "duckdb", "numpy", "pandas", "psutil", "pyarrow", "rich", "scipy")
+_REQUIRED = ("click", "duckdb", "numpy", "pandas", "psutil", "pyarrow", "rich")
 
 
 _HARNESS = Path(__file__).resolve().parent

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from collector.diagnosis.loading.core_waits import queued_ratio
 from collector.diagnosis.loading.worker_limit import CORES_FILLED, cores_used, usable_cores
-from collector.diagnosis.run.columns import training_end_ns, training_start_ns
 from collector.diagnosis.run.tables import ProcessKey, RunTables
+from collector.diagnosis.run.training import training_end_ns, training_start_ns
 from collector.errors import TidegaugeError
 from collector.store.catalogue import find_run
 from collector.store.runs.run import Run

@@ -14,15 +14,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from collector.diagnosis.run.columns import (
-    SECOND_NS,
-    floats,
-    training_end_ns,
-    training_start_ns,
-    with_early_samples,
-)
+from collector.diagnosis.run.columns import SECOND_NS, floats, with_early_samples
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import training_end_ns, training_start_ns
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MIB = 2**20

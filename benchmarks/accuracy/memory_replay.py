@@ -10,17 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.accuracy.memory_cases import Case
-from collector.diagnosis.run.columns import (
-    SECOND_NS,
-    floats,
-    key_of,
-    step_numbers,
-    training_end_ns,
-    training_start_ns,
-)
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of
 from collector.diagnosis.run.host_memory import demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import step_numbers, training_end_ns, training_start_ns
 from collector.diagnosis.statistics.growth import lower_envelope
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Eta, Finding

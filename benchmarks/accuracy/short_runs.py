@@ -26,9 +26,10 @@ import pandas as pd
 
 from benchmarks.accuracy.memory_caches import ENTRIES_COUNT
 from collector.diagnosis import diagnose
-from collector.diagnosis.run.columns import floats, seconds, while_running
+from collector.diagnosis.run.columns import floats, seconds
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, load_tables
+from collector.diagnosis.run.training import while_running
 from collector.errors import TidegaugeError
 from collector.findings import KINDS, Finding
 from collector.store.catalogue import find_run

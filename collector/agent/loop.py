@@ -131,7 +131,7 @@ class Agent:
             self._events.append("stack-series", **fields)
 
     def _act_before_oom(self, now_ns: int) -> None:
-        if self._outlets is None or not self._outlets.watches_limits:
+        if self._outlets is None or not self._outlets.before_oom.is_wanted:
             return
         with self._problems.guard("before-oom"):
             processes = self._roles.mains() or ([self._command] if self._command else [])
@@ -142,13 +142,13 @@ class Agent:
         """Return whether `sample_between_ticks` is to be called: the collector has just begun, or guards limits."""
         if self._early is not None and self._early.is_over(now_ns):
             self._early = None
-        return self._early is not None or (self._outlets is not None and self._outlets.watches_limits)
+        return self._early is not None or (self._outlets is not None and self._outlets.before_oom.is_wanted)
 
     def sample_between_ticks(self, now_ns: int) -> None:
         """Sample the memory and descriptors of the processes that the last tick saw, and the levels of limits."""
-        if self._outlets is not None and self._outlets.watches_limits:
+        if self._outlets is not None and self._outlets.before_oom.is_wanted:
             with self._problems.guard("host"):
-                self._outlets.note_limits(now_ns, self._host.sample())
+                self._outlets.headroom.note(now_ns / 1e9, {"host": [self._host.sample()]})
             self._act_before_oom(now_ns)
         if self._early is not None:
             with self._problems.guard("processes"):

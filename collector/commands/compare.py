@@ -17,7 +17,8 @@ from collector.errors import TidegaugeError, one_line, printable
 from training_harness.budget import Budget
 
 if TYPE_CHECKING:
-    from collector.budget import ExaminedRun, Judgement
+    from collector.budget.figures import ExaminedRun
+    from collector.budget.judgement import Judgement
     from collector.report.comparison import Condition, Measure
     from collector.store import Run
 
@@ -129,7 +130,8 @@ def check(spec: str, budget_file: BinaryIO, baseline: str | None, form: str, hom
 
     RUN is a run id, a unique part of one, the name of a run, the path of a run directory, or `latest`.
     """
-    from collector.budget import figures_of, judge_budget
+    from collector.budget.figures import figures_of
+    from collector.budget.judgement import judge_budget
     from collector.store import find_run
 
     budget = _read_budget(budget_file, baseline)
@@ -156,14 +158,14 @@ def _read_budget(file: BinaryIO, baseline: str | None) -> Budget:
 
 
 def _examined(run: Run) -> ExaminedRun:
-    from collector.budget import ExaminedRun
+    from collector.budget.figures import ExaminedRun
 
     tables, verdict = examine(run)
     return ExaminedRun(run_id=run.run_id, tables=tables, verdict=verdict)
 
 
 def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form: str) -> None:
-    from collector.budget import all_details, as_json, markdown_details, table
+    from collector.budget.output import all_details, as_json, markdown_details, table
 
     if form == "json":
         body = as_json(run.run_id, None if baseline is None else baseline.run_id, judgements)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 
     from collector.agent.live.alerts import Sender
     from collector.agent.live.before_oom import BeforeOom
-    from collector.agent.live.hangs import HangReports
     from collector.agent.live.trackers import Trackers
 
 T = TypeVar("T")
-S = TypeVar("S")
 #: Width in characters of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
 #: Settings of commands that run another one: its arguments begin at the first word that is no option.
@@ -104,10 +103,23 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     tracker_help = "Add series and findings to wandb, mlflow, tensorboard, trackio or otlp; repeatable."
     webhook_help = "Post each new warning or critical finding, with its run, to this URL as JSON."
     for option in (
-        click.option("--log-to", multiple=True, callback=_parse_trackers, metavar="TRACKER", help=tracker_help),
-        click.option("--webhook", callback=_parse_webhook, metavar="URL", help=webhook_help),
-        click.option("--on-finding", callback=_parse_command, metavar="CMD", help=command_help),
-        click.option("--prometheus", callback=_parse_address, metavar="[HOST:]PORT", help=metrics_help),
+        click.option(
+            "--log-to",
+            multiple=True,
+            callback=made_by("trackers", "Trackers"),
+            metavar="TRACKER",
+            help=tracker_help,
+        ),
+        click.option("--webhook", callback=made_by("alerts", "webhook_sender"), metavar="URL", help=webhook_help),
+        click.option(
+            "--on-finding", callback=made_by("alerts", "command_sender"), metavar="CMD", help=command_help
+        ),
+        click.option(
+            "--prometheus",
+            callback=made_by("prometheus", "parse_address"),
+            metavar="[HOST:]PORT",
+            help=metrics_help,
+        ),
     ):
         with_live = option(with_live)
     return with_live
@@ -119,45 +131,22 @@ def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--investigate", is_flag=True, help=help_text)(command)
 
 
-def _parse_address(context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, int] | None:
-    if require_value(context, option, value) is None:
-        return None
-    from collector.agent.live.prometheus import parse_address
+def made_by(module: str, name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Make a callback that gives an option's value to a function of `collector.agent.live`, imported only then.
 
-    return _parse(parse_address, value)
+    An option that is not given stays None. A value that the function refuses is an error of the option.
+    """
 
+    def make(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if require_value(context, option, value) in (None, ()):
+            return None
+        function = getattr(importlib.import_module(f"collector.agent.live.{module}"), name)
+        try:
+            return function(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
 
-def _parse_command(context: click.Context, option: click.Parameter, value: str | None) -> Sender | None:
-    if require_value(context, option, value) is None:
-        return None
-    from collector.agent.live.alerts import command_sender
-
-    return _parse(command_sender, value)
-
-
-def _parse_webhook(context: click.Context, option: click.Parameter, value: str | None) -> Sender | None:
-    if require_value(context, option, value) is None:
-        return None
-    from collector.agent.live.alerts import webhook_sender
-
-    return _parse(webhook_sender, value)
-
-
-def _parse_trackers(_context: click.Context, _option: click.Parameter, names: Sequence[str]) -> Trackers | None:
-    if not names:
-        return None
-    from collector.agent.live.trackers import Trackers
-
-    return _parse(Trackers, names)
-
-
-def parse_on_hang(context: click.Context, option: click.Parameter, value: str | None) -> HangReports | None:
-    """Return the reports of hangs with the action of `--on-hang`."""
-    if require_value(context, option, value) is None:
-        return None
-    from collector.agent.live.hangs import HangReports
-
-    return _parse(HangReports, value)
+    return make
 
 
 def before_oom_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,13 +188,6 @@ def _parse_span(_context: click.Context, _option: click.Parameter, value: str | 
     if not _LEAD_BOUNDS_SECONDS[0] <= seconds <= _LEAD_BOUNDS_SECONDS[1]:
         raise click.BadParameter(f"{value!r} is no time between 1 s and 1 h; give one such as 90s or 5m")
     return seconds
-
-
-def _parse(parse: Callable[[S], T], value: S | None) -> T | None:
-    try:
-        return None if value is None else parse(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
 
 
 def format_option(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

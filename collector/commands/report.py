@@ -205,7 +205,6 @@ def examine(run: Run) -> tuple[RunTables, Verdict]:
     """Return the tables of a run and the verdict on it, which is saved as `judge` does."""
     from collector.diagnosis import diagnose, load_tables
     from collector.report.known import with_known
-    from collector.report.listing import save_report
     from collector.report.results import result_of, save_result
 
     tables = load_tables(run)
@@ -214,8 +213,6 @@ def examine(run: Run) -> tuple[RunTables, Verdict]:
     raw = diagnose(tables)
     verdict = with_known(raw, run)
     if verdict.status != "running" and not tables.problems:
-        if not run.is_shared:
-            save_report(run, as_report(run, verdict))
         with contextlib.suppress(TidegaugeError):  # a home that cannot be written
             if run.has_ended_everywhere:
                 save_result(run, result_of(tables, raw))

@@ -21,8 +21,8 @@ from collector.commands.options import (
     home_option,
     interval_option,
     investigate_option,
+    made_by,
     outlet_options,
-    parse_on_hang,
     require_value,
     run_options,
 )
@@ -85,7 +85,7 @@ def _check_run_id(context: click.Context, option: click.Parameter, value: str | 
 @investigate_option
 @click.option(
     "--on-hang",
-    callback=parse_on_hang,
+    callback=made_by("hangs", "HangReports"),
     metavar="cancel|CMD",
     help="When the training hangs: end it, or run a shell command once, with the finding's JSON on stdin.",
 )
@@ -149,16 +149,13 @@ def run(
         tags=tags,
         interval_seconds=interval,
     )
-    if attempt < restarts and outcome.exit_status and verdict is not None and _lacked_memory(verdict):
+    lacked_memory = verdict is not None and any(finding.kind == "host-oom-kill" for finding in verdict.findings)
+    if attempt < restarts and outcome.exit_status and lacked_memory:
         click.echo(f"tidegauge: killed for lack of memory; restart {attempt + 1} of {restarts}", err=True)
         os.environ[ATTEMPT_VARIABLE] = str(attempt + 1)
         # A new process, since everything in this one belongs to the run that ended.
         os.execv(sys.executable, sys.orig_argv)
     sys.exit(outcome.exit_status)
-
-
-def _lacked_memory(verdict: Verdict) -> bool:
-    return any(finding.kind == "host-oom-kill" for finding in verdict.findings)
 
 
 @click.command(context_settings=PASS_ON)
@@ -305,7 +302,7 @@ def collect(
     verdict = _judge_and_publish(run, outlets)
     if card:
         from collector.agent.live.notebook_card import write_card
-        from collector.report.html.verdict_card import verdict_card
+        from collector.report.html import verdict_card
 
         write_card(run.path, verdict_card(verdict, run_id=run.run_id, name=run.name))
     click.echo(f"{run.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
@@ -397,11 +394,11 @@ def _judge_and_publish(run: Run, outlets: Outlets | None) -> Verdict:
     verdict = judge(run)
     if outlets is not None:
         outlets.publish(verdict.findings)
-        if outlets.wants_report:
+        if outlets.trackers.is_wanted:
             with suppress(TidegaugeError, OSError):  # no dashboard is installed, or the disk is full
                 report = run.path / "report.html"
                 report.write_text(render_html(run, verdict), encoding="utf-8")
-                outlets.attach_report(report)
+                outlets.trackers.attach_report(report)
     return verdict
 
 

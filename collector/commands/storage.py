@@ -77,8 +77,7 @@ def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Pa
     It stays visible as information, with the reason, but leads no verdict and sends no alert. KIND is a kind of
     finding that RUN has.
     """
-    from collector.report.command_identity import command_of
-    from collector.report.known import change_known, home_of, known_findings
+    from collector.report.known import change_known, command_of, home_of, known_findings
     from collector.store import find_run
 
     run = find_run(home, spec)

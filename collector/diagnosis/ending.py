@@ -105,7 +105,9 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
         return ExitRecord(reason=_UNKNOWN, exit_status=life.exit_status, seconds=life.wall_seconds)
     where = death.locus
     code = death.value_of("worker_exit_code")
-    sent = signal_of_child(whole(code)) if code is not None else _signal_of_main(life, where)
+    sent = signal_of_child(whole(code))
+    if code is None:
+        sent = next((number for key, number in life.killed_mains.items() if key[1] == where.pid), None)
     owner = (
         limit_owner(life.tables, where.host)
         if death.limit and death.limit.name == "cgroup" and where.host
@@ -143,11 +145,6 @@ def _reason(death: Finding) -> str:
     if death.kind == "worker-killed" and (death.value_of("worker_exit_code") or 0) > 0:
         return "DataLoader worker exited"
     return _REASONS.get(death.kind, _UNKNOWN)
-
-
-def _signal_of_main(life: Lifecycle, where: Locus) -> int | None:
-    signals = [number for key, number in life.killed_mains.items() if key[1] == where.pid]
-    return signals[0] if signals else None
 
 
 def _end_seconds(life: Lifecycle, death: Finding) -> float | None:

@@ -13,8 +13,8 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Epoch, epochs_of, recreated_loaders, replaced_loaders
 from collector.diagnosis.run.allocators import devices
-from collector.diagnosis.run.columns import SECOND_NS, floats, whole, window_text, written
-from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, seen_key
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text, written
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
 from collector.store import ProcessKey
@@ -237,7 +237,7 @@ def _no_iterations(life: Lifecycle) -> list[Finding]:
     if has_training or not has_ended or life.killed_mains or tables.events_of("exception"):
         return []
     attached = [*map(writer_of, tables.events_of("process-attached"))]
-    seen_events = {key: event for event in tables.events_of("process-seen") if (key := seen_key(event))}
+    seen_events = {key: event for event in tables.events_of("process-seen") if (key := key_of(event, "process_"))}
     unattached = [event for key, event in seen_events.items() if event.get("has_torch") and key not in attached]
     if unattached:
         return [_not_attached(life, event) for event in unattached[:3]]

@@ -23,7 +23,8 @@ from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
 from collector.diagnosis.memory.heap_leaks import find_leaks
 from collector.diagnosis.memory.host_oom_risk import find_host_risk
 from collector.diagnosis.memory.shared_memory import find_shared_memory
-from collector.diagnosis.run import RunTables, Status, lifecycle_of
+from collector.diagnosis.run.lifecycle import Status, lifecycle_of
+from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.main_thread_pause import find_pauses
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.stalls.verdict import find_stalls

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collector.report.command_identity import Command as Command
     from collector.report.comparison import (
         Measure as Measure,
         baseline_words as baseline_words,
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
         trend_points as trend_points,
         trend_unit as trend_unit,
     )
-    from collector.report.html.finding_box import finding_box as finding_box, inline as inline
+    from collector.report.html import finding_box as finding_box, inline as inline
     from collector.report.known import (
+        Command as Command,
         change_known as change_known,
         home_of as home_of,
         known_files as known_files,
@@ -76,12 +76,11 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
-    "command_identity": "Command",
     "comparison": "Measure baseline_words change_ratio differences headings measures settings words",
     "history": "FindingHistory History LevelChange TRENDS Trend change_sentences commands_of commit_words "
     "finding_histories history_of level_changes place_words trend_points trend_unit",
-    "html.finding_box": "finding_box inline",
-    "known": "change_known home_of known_files known_findings with_known",
+    "html": "finding_box inline",
+    "known": "Command change_known home_of known_files known_findings with_known",
     "listing": "ListEntry list_entry",
     "labels": "label",
     "stack_listing": "frame_text heading",

@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from collector.diagnosis import student_t_quantile
 from collector.findings import SEVERITIES, Identity
-from collector.report.command_identity import Command
+from collector.report.known import Command
 from collector.report.listing import ListEntry
 from collector.report.results import ResultFinding
 from collector.units import is_known, quantity
@@ -110,9 +111,7 @@ def _splits(values: Sequence[float], offset: int, least: float) -> Iterator[tupl
     best = min(residuals, key=residuals.__getitem__)
     change = statistics.fmean(values[best:]) - statistics.fmean(values[:best])
     scatter = math.sqrt(residuals[best] / (count - 2) * (1 / best + 1 / (count - best)))
-    from scipy import stats  # loaded with the first history: it takes half a second
-
-    bound = stats.t.ppf(1 - _SIGNIFICANCE / 2 / len(candidates), count - 2)
+    bound = student_t_quantile(count - 2, 1 - _SIGNIFICANCE / 2 / len(candidates))
     if abs(change) < least or abs(change) <= bound * scatter:
         return
     possible = [place for place in candidates if _odds(residuals[place], residuals[best], count) < _CERTAIN_ODDS]

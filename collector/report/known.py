@@ -6,18 +6,20 @@ in the home, for runs of the shared store in the store.
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collector.findings import SEVERITIES, Finding, Identity, identity
-from collector.report.command_identity import Command, command_of
 from collector.store import (
     KNOWN_FINDINGS,
     SHARED_KNOWN_FINDINGS,
     Run,
-    change_home_document,
+    change_document,
     document_path,
     read_document,
 )
@@ -26,8 +28,27 @@ if TYPE_CHECKING:
     from collector.diagnosis import Verdict
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Command:
+    """The identity of a command over runs: its words, with the interpreter and the script as short as possible."""
+
+    text: str = ""
+    folder: str = ""
+
+
+def command_of(manifest: Mapping[str, Any]) -> Command:
+    """Return the command of a run: neither where Python is installed nor `./` before the script is a difference."""
+    words = [str(word) for word in manifest.get("argv") or ()]
+    folder = str(manifest.get("cwd") or "")
+    program = [re.sub(r"^(python|pypy)[\d.]*$", r"\1", os.path.basename(word)) for word in words[:1]]
+    arguments = (word.removeprefix(f"{folder or '.'}/").removeprefix("./") for word in words[1:])
+    return Command(shlex.join([*program, *arguments]), folder)
+
+
+#: (command, identity of a finding) -> the reason why it is accepted.
 Known = Mapping[tuple[Command, Identity], str]
-"""(command, identity of a finding) -> the reason why it is accepted."""
 
 
 def known_findings(home: Path) -> Known:
@@ -68,7 +89,7 @@ def change_known(run: Run, identities: Iterable[Identity], reason: str | None) -
         return {"schema": SCHEMA, "findings": [*kept, *added]}
 
     name = SHARED_KNOWN_FINDINGS if run.is_shared else KNOWN_FINDINGS
-    change_home_document(home_of(run), name, change, is_shared=run.is_shared)
+    change_document(home_of(run), name, change, "" if run.is_shared else None)
 
 
 def home_of(run: Run) -> Path:

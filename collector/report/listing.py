@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +12,8 @@ from rich.table import Table
 
 from collector.errors import TidegaugeError
 from collector.findings import KINDS
-from collector.report.command_identity import Command, command_of
-from collector.report.known import Known, home_of, known_files, known_findings
-from collector.report.results import RESULT_FIGURES, Result, result_from, result_of_report
+from collector.report.known import Command, Known, command_of, home_of, known_files, known_findings
+from collector.report.results import RESULT_FIGURES, Result, result_from
 from collector.report.terminal import plain_table
 from collector.store import (
     ANNOTATION,
@@ -33,26 +29,11 @@ from collector.store import (
 )
 from collector.units import MISSING, duration, number, size
 from training_harness import layout
-from training_harness.layout import read_plain, slug
+from training_harness.layout import slug
 
 if TYPE_CHECKING:
     from collector.store import ExportedFile
     from collector.store.prune.home import StoredRun
-
-#: File of the last report on an ended run, so that a list of runs need not diagnose them all again.
-REPORT_NAME = "report.json"
-_REPORT_LIMIT_BYTES = 2**25
-
-
-def save_report(run: Run, report: Mapping[str, Any]) -> None:
-    """Save the report in the run directory; do nothing if that cannot be written."""
-    path = run.path / REPORT_NAME
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    with suppress(OSError):
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump(report, stream, allow_nan=False)
-        os.replace(scratch, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +78,7 @@ class ListEntry:
 
 def list_entry(run: Run) -> ListEntry:
     """Return the entry of a run in a list; its files are read again only if they have changed."""
-    files = [run.path / layout.MANIFEST, run.path / REPORT_NAME]
-    files += [document_path(run.path, name) for name in (ANNOTATION, RESULT)]
+    files = [run.path / layout.MANIFEST, *(document_path(run.path, name) for name in (ANNOTATION, RESULT))]
     known_versions = tuple(map(_version, known_files(home_of(run))))
     entry, has_ended = _read_entry(run, tuple(map(_version, files)), known_versions)
     return entry if has_ended else replace(entry, status=_status_without_result(run))
@@ -147,7 +127,7 @@ def _read_entry(
     run: Run, _versions: tuple[tuple[int, int], ...], known_versions: tuple[tuple[int, int], ...]
 ) -> tuple[ListEntry, bool]:
     """Return the entry of a run, and True if its status cannot change any more."""
-    result = result_from(read_document(run.path, RESULT)) or result_of_report(_saved_report(run))
+    result = result_from(read_document(run.path, RESULT))
     try:
         manifest = run.manifest
     except TidegaugeError:
@@ -228,14 +208,6 @@ def prune_table(candidates: Iterable[StoredRun]) -> Table:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _saved_report(run: Run) -> dict[str, Any]:
-    try:
-        report = json.loads(read_plain(run.path / REPORT_NAME, _REPORT_LIMIT_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return report if isinstance(report, dict) and report.get("schema") == 1 else {}
 
 
 def _status_without_result(run: Run) -> str:

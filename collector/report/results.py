@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from collector.findings import Finding, Identity, finite, from_json, identity
+from collector.findings import Identity, finite, identity
 from collector.report import wording
 from collector.store import RESULT, Run, change_document
 from collector.units import is_known, number, size
@@ -106,7 +106,17 @@ def result_of(tables: RunTables, verdict: Verdict) -> Result:
         device_peak_bytes=peak["device_reserved_bytes"],
         memory_bytes=tuple(memory_curve(tables, _CURVE_POINTS)),
         machine=machine_words(machine_of(tables)),
-        findings=tuple(_brief(finding) for finding in verdict.findings if not finding.is_healthy),
+        findings=tuple(
+            ResultFinding(
+                kind=finding.kind,
+                place=identity(finding).place,
+                severity=finding.severity,
+                limited_by=finding.limited_by,
+                stake=wording.stake(finding),
+            )
+            for finding in verdict.findings
+            if not finding.is_healthy
+        ),
     )
 
 
@@ -132,7 +142,8 @@ def save_result(run: Run, result: Result) -> None:
     Raises:
         TidegaugeError: it cannot be stored.
     """
-    change_document(run, RESULT, lambda _: finite({"schema": SCHEMA, **asdict(result)}))
+    key = run.run_id if run.is_shared else None
+    change_document(run.path, RESULT, lambda _: finite({"schema": SCHEMA, **asdict(result)}), key)
 
 
 def result_from(body: Mapping[str, Any]) -> Result | None:
@@ -142,7 +153,7 @@ def result_from(body: Mapping[str, Any]) -> Result | None:
     try:
         return Result(
             status=body["status"],
-            **{name: _figure(body[name]) for name in RESULT_FIGURES},
+            **{name: body[name] if is_known(body[name]) else None for name in RESULT_FIGURES},
             throughput_unit=str(body["throughput_unit"]),
             memory_bytes=tuple(value for value in body["memory_bytes"] if is_known(value)),
             machine=str(body["machine"]),
@@ -159,45 +170,3 @@ def result_from(body: Mapping[str, Any]) -> Result | None:
         )
     except (LookupError, TypeError, ValueError):
         return None
-
-
-def result_of_report(report: Mapping[str, Any]) -> Result | None:
-    """Return the result of a run whose JSON report alone was saved, by an older Tidegauge; None if it has none."""
-    try:
-        run, summary = report["run"], report.get("summary") or {}
-        throughput, peak = summary.get("throughput") or {}, summary.get("peak") or {}
-        return Result(
-            status=str(run["status"]),
-            steps=_figure(run["steps"]),
-            duration_seconds=_figure(run["duration_seconds"]),
-            throughput=_figure(throughput.get("samples_per_second")),
-            throughput_unit="samples/second",
-            data_wait_ratio=_figure(summary.get("data_wait_ratio")),
-            host_peak_bytes=_figure(peak.get("run_pss_bytes")),
-            device_peak_bytes=_figure(peak.get("device_reserved_bytes")),
-            findings=tuple(_brief_of_report(finding) for finding in report["findings"]),
-        )
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
-        return None
-
-
-def _figure(value: Any) -> float | None:
-    return value if is_known(value) else None
-
-
-def _brief_of_report(body: Mapping[str, Any]) -> ResultFinding:
-    brief = ResultFinding(kind=str(body["kind"]), place="", severity=str(body["severity"]))
-    try:
-        return _brief(from_json(body))
-    except (LookupError, TypeError, ValueError):  # of another version
-        return brief
-
-
-def _brief(finding: Finding) -> ResultFinding:
-    return ResultFinding(
-        kind=finding.kind,
-        place=identity(finding).place,
-        severity=finding.severity,
-        limited_by=finding.limited_by,
-        stake=wording.stake(finding),
-    )

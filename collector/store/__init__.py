@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collector.store.documents import (
         annotate as annotate,
         change_document as change_document,
-        change_home_document as change_home_document,
     )
     from collector.store.duck import open_connection as open_connection
     from collector.store.export import ExportedFile as ExportedFile, export_run as export_run
@@ -71,7 +70,7 @@ _NAMES = {
     "allocator_snapshots": "ProcessGrowth SiteGrowth newest_allocator_snapshot read_growth read_growths",
     "catalogue": "LATEST find_run is_trial list_runs own_first started_wall_ns",
     "cluster.postgres": "check_shared_store store_address",
-    "documents": "annotate change_document change_home_document",
+    "documents": "annotate change_document",
     "duck": "open_connection",
     "export": "ExportedFile export_run",
     "journals.growing_files": "GrowingFiles",

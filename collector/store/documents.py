@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from collector.errors import TidegaugeError
-from collector.store.runs import documents
 from collector.store.runs.annotations import Annotation, Edit, annotation_of
+from collector.store.runs.documents import ANNOTATION, document_path, lock_documents, read_document, write_document
 from collector.store.runs.run import Run
 
 Change = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -22,33 +22,23 @@ def annotate(run: Run, edit: Edit) -> Annotation:
     Raises:
         TidegaugeError: it cannot be stored.
     """
-    tags = run.recorded_tags
-    body = change_document(run, documents.ANNOTATION, lambda body: asdict(edit.apply(annotation_of(body), tags)))
-    return annotation_of(body)
+    tags, key = run.recorded_tags, run.run_id if run.is_shared else None
+    return annotation_of(
+        change_document(run.path, ANNOTATION, lambda body: asdict(edit.apply(annotation_of(body), tags)), key)
+    )
 
 
-def change_document(run: Run, name: str, change: Change) -> Mapping[str, Any]:
-    """Change a document of a run and return it.
+def change_document(folder: Path, name: str, change: Change, shared_key: str | None) -> Mapping[str, Any]:
+    """Change a document of a run or of a home and return it.
 
-    Raises:
-        TidegaugeError: it cannot be stored.
-    """
-    return _change(run.path, run.run_id if run.is_shared else None, name, change)
-
-
-def change_home_document(home: Path, name: str, change: Change, *, is_shared: bool) -> Mapping[str, Any]:
-    """Change a document of a home, or of the shared store, and return it.
+    `shared_key` is the run's id if the shared store has the document too, "" for one of all its runs.
 
     Raises:
         TidegaugeError: it cannot be stored.
     """
-    return _change(home, "" if is_shared else None, name, change)
-
-
-def _change(folder: Path, shared_key: str | None, name: str, change: Change) -> Mapping[str, Any]:
     try:
-        with documents.lock_documents(folder):
-            before = documents.read_document(folder, name)
+        with lock_documents(folder):
+            before = read_document(folder, name)
             if shared_key is None:
                 text = _as_text(change(before))
             else:
@@ -58,9 +48,9 @@ def _change(folder: Path, shared_key: str | None, name: str, change: Change) -> 
                     return _as_text(change(before if stored is None else json.loads(stored)))
 
                 text = postgres.change_document(shared_key, name, change_text)
-            documents.write_document(folder, name, text)
+            write_document(folder, name, text)
     except OSError as error:
-        path = documents.document_path(folder, name)
+        path = document_path(folder, name)
         raise TidegaugeError(f"cannot write {path}: {error.strerror or error}; make its folder writable") from None
     body: Mapping[str, Any] = json.loads(text)
     return body

@@ -89,7 +89,7 @@ RECORDINGS = {
     "investigated": _growth("tensors", "--bytes", str(_MIB // 2), steps=700, options=("--investigate",)),
 }
 #: Scratch files of the store, its locks, and what torch alone reads.
-_LEFT_OUT = ("-shm", ".lock", "/report.json", "/result.json", ".pickle")
+_LEFT_OUT = ("-shm", ".lock", "/result.json", ".pickle")
 
 
 def main() -> None:

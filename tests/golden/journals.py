@@ -12,7 +12,7 @@ from pathlib import Path
 #: Files of the lake in a run directory.
 LAKE = ("lake.sqlite", "lake.sqlite-wal", "lake.sqlite-shm", "data")
 #: Names that an archive omits: scratch files of the store, its locks, and a verdict of another day.
-LEFT_OUT = ("-shm", ".lock", "/report.json", "/result.json")
+LEFT_OUT = ("-shm", ".lock", "/result.json")
 
 
 @contextlib.contextmanager

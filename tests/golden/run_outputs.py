@@ -1,7 +1,7 @@
 """The report and pages of a recorded run, by the command line alone, in a form that can be compared.
 
 The pages are read from the HTML report, which has every page but Compare: the words in order, and each figure as
-Plotly draws it, with its long arrays digested. The report is the public JSON, as that command leaves it in the run.
+Plotly draws it, with its long arrays digested. The report is the public JSON of the same verdict.
 
 What depends on the machine that reads is set before it is read: the run keeps the name of its archive, its boot is
 one that no machine has (so its processes are neither alive nor dead, and now is its last record), and there is no
@@ -26,6 +26,7 @@ from streamlit.testing.v1 import AppTest
 
 from app import html_report
 from app.pages import PAGES
+from collector.commands.report import as_report
 from tests.golden.cases import COMPARED, steady_pages
 from tests.golden.page_reader import PageReader, figure
 from tests.recorded_runs import unpack
@@ -38,12 +39,15 @@ def judge(name: str, home: Path, pages: Collection[str] = ()) -> dict[str, Any]:
     run = unpack(name, home)
     chosen = [page for page in PAGES if page.path in (pages or steady_pages(name))]
     output = home / "report.html"
-    with patch.object(html_report, "PAGES", chosen):
+    with (
+        patch.object(html_report, "PAGES", chosen),
+        patch.object(html_report, "render", wraps=html_report.render) as render,
+    ):
         run_command("report", str(run), "--format", "html", "--output", str(output))
     reader = PageReader()
     reader.feed(output.read_text().rpartition("<body>")[2])
-    # This report has the same verdict; printing it would take as long again.
-    return {"report": json.loads((run / "report.json").read_text()), "pages": reader.pages}
+    # The same verdict: to print the report would take as long again.
+    return {"report": json.loads(json.dumps(as_report(*render.call_args.args))), "pages": reader.pages}
 
 
 def printed_report(run: Path) -> Any:

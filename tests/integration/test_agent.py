@@ -122,14 +122,6 @@ def test_exit_status_is_that_of_the_command(home, script, exit_code, exit_status
     assert len(events(run, "collector-stop")) == 1
 
 
-def test_missing_command_exits_with_127_and_makes_no_run(home):
-    done = run_to_end(home, "no-such-command-here", "--x")
-
-    assert done.returncode == 127
-    assert done.stderr == "tidegauge: no-such-command-here: command not found\n"
-    assert list_runs(home) == [], "a typo does not become the latest run"
-
-
 def test_command_without_permission_exits_with_126(home, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/bin/sh\n")
@@ -163,13 +155,6 @@ def test_empty_entry_of_pythonpath_is_still_the_current_directory(home, tmp_path
     done = run_to_end(home, sys.executable, "tools/train.py", env=environ, cwd=tmp_path)
 
     assert (done.returncode, done.stdout) == (0, "found\n")
-
-
-def test_disabled_tidegauge_leaves_no_trace(home):
-    done = run_to_end(home, "sh", "-c", "exit 4", env={**os.environ, "TIDEGAUGE_DISABLED": "1"})
-
-    assert (done.returncode, done.stderr) == (4, "")
-    assert not home.exists()
 
 
 def test_command_runs_with_one_warning_if_home_is_not_writable(tmp_path, home):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from collector.store.catalogue import list_runs
 from tests.conftest import tidegauge
 from training_harness import layout
 
@@ -194,11 +195,10 @@ def test_exit_status_is_that_of_the_command(home, under_tidegauge, script, statu
     assert said in " ".join(done.stderr.split())
 
 
-def test_missing_command_exits_with_127(home):
-    done = home.ask("run", "--", "no-such-command")
-    assert done.returncode == 127
-    assert "no-such-command: command not found" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_missing_command_exits_with_127_and_makes_no_run(home):
+    done = home.ask("run", "--", "no-such-command", "--x")
+    assert (done.returncode, done.stderr) == (127, "tidegauge: no-such-command: command not found\n")
+    assert list_runs(home.path) == [], "a typo does not become the latest run"
 
 
 def test_options_after_the_command_belong_to_it(home, under_tidegauge):

@@ -167,7 +167,7 @@ def test_deleting_a_symlinked_run_deletes_only_the_link(run, tmp_path):
 
 
 def test_pipes_and_devices_in_a_run_are_skipped(run, tidegauge):
-    for name in ("readers.lock", "report.json"):
+    for name in ("readers.lock", "result.json"):
         (run.path / name).unlink(missing_ok=True)
         os.mkfifo(run.path / name)
     os.mkfifo(run.journal_dir / "h.1.step.1.journal")
@@ -202,9 +202,11 @@ def test_damaged_manifest_is_one_line_and_others_are_listed(run, tidegauge, text
         assert "damaged" in stdout
 
 
-@pytest.mark.parametrize("report", ['{"schema": 1}', '{"schema": 1, "run": 3, "findings": [4]}', "[" * 100_000])
-def test_run_with_a_damaged_saved_report_is_still_listed(run, tidegauge, report):
-    (run.path / "report.json").write_text(report)
+@pytest.mark.parametrize(
+    "result", ['{"schema": 1}', '{"schema": 1, "status": "killed", "findings": [4]}', "[" * 100_000]
+)
+def test_run_with_a_damaged_result_is_still_listed(run, tidegauge, result):
+    (run.path / "result.json").write_text(result)
     status, stdout, _ = tidegauge("runs")
     assert status == 0
     assert run.run_id in stdout

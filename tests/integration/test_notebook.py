@@ -119,7 +119,7 @@ def test_wrong_line_is_one_line(notebook, line, said):
 
 
 def test_captured_attach_shows_and_keeps_nothing(notebook):
-    cell = notebook.execute("%%capture captured\nrun_dir = training_harness.attach()")
+    cell = notebook.execute("%%capture captured\nimport training_harness\nrun_dir = training_harness.attach()")
     assert cell.outputs == []
     asked = notebook.execute("training_harness.detach()\nlen(captured.outputs)")
     assert asked.outputs[0]["data"]["text/plain"] == "0"

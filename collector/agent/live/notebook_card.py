@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from collector.agent.live.prometheus import View, by_role
-from collector.report.html.live_card import live_card
+from collector.report.html import live_card
 from collector.units import percent, quantity
 from training_harness.layout import CARD
 

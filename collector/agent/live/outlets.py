@@ -55,6 +55,8 @@ class Outlets:
 
     Attributes:
         lines: samples stacks.
+        headroom: levels of the limits; the loop adds the samples of the host that it takes between two ticks.
+        before_oom, trackers: as above.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class Outlets:
         self._investigate = investigate
         self.lines = LineSampler(always=investigate)
         self._hangs = hangs or HangReports()
-        self._before_oom = before_oom or BeforeOom()
-        self._trackers = trackers or Trackers(())
+        self.before_oom = before_oom or BeforeOom()
+        self.trackers = trackers or Trackers(())
         self._settings = settings or LoaderSettings()
         self._has_card = card
         self._card: NotebookCard | None = None
@@ -89,7 +91,7 @@ class Outlets:
         self._has_ended = False
         self._name = ""
         self._verdicts: LiveVerdicts | None = None
-        self._headroom = Headroom()
+        self.headroom = Headroom()
         self._verdict: tuple[Sequence[Finding], float] | None = None
 
     def begin(self, run: Run) -> Counts | None:
@@ -100,9 +102,9 @@ class Outlets:
             self.counts = Counts(run)
         self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self._investigate else None
-        self._before_oom.begin(run, self._name)
+        self.before_oom.begin(run, self._name)
         self._settings.begin(run)
-        self._trackers.begin(run, self._name)
+        self.trackers.begin(run, self._name)
         if self._has_card:
             self._card = NotebookCard(run.path)
         self._run = run
@@ -111,28 +113,19 @@ class Outlets:
     def tick(self, now_ns: int, problems: Problems) -> None:
         """Begin a verdict if one is due; the loop calls this at every tick."""
         if self._verdicts is not None:
-            self._headroom.note(now_ns / 1e9, self._samples)
+            self.headroom.note(now_ns / 1e9, self._samples)
             with problems.guard("loader settings"):
                 if self._settings.tick(now_ns):
                     self._verdicts.hurry()
-            self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
-            self._trackers.tick(now_ns / 1e9, self.view)
+            self._verdicts.tick(now_ns, problems, self.headroom.nearest_seconds)
+            self.trackers.tick(now_ns / 1e9, self.view)
             if self._card is not None:
                 self._card.tick(now_ns / 1e9, self.view)
-
-    @property
-    def watches_limits(self) -> bool:
-        """True if something is to be done before a limit is met, so that the limits are worth more samples."""
-        return self._before_oom.is_wanted
-
-    def note_limits(self, now_ns: int, host: Sample) -> None:
-        """Take note of a sample of the host between two ticks."""
-        self._headroom.note(now_ns / 1e9, {"host": [host]})
 
     def act_before_oom(self, now_ns: int, processes: Sequence[LocalProcess]) -> Iterator[Mapping[str, Any]]:
         """Do what is due before a limit is met; yield the fields of the events about it."""
         if not self._has_ended:
-            yield from self._before_oom.tick(now_ns / 1e9, self._headroom, processes)
+            yield from self.before_oom.tick(now_ns / 1e9, self.headroom, processes)
 
     def hurry(self) -> None:
         """Make a verdict at the next tick, since stacks of a training that stands still were taken."""
@@ -162,9 +155,9 @@ class Outlets:
         """Take note of an event of the run's processes on this host; the loop calls this with each."""
         if self._investigator is not None:
             self._investigator.note_event(event)
-        self._before_oom.note_event(event)
+        self.before_oom.note_event(event)
         self._settings.note_event(event)
-        if self._before_oom.is_wanted and self._verdicts is not None:
+        if self.before_oom.is_wanted and self._verdicts is not None:
             self._is_regular = self._verdicts.is_regular = True
 
     def run_ended(self) -> None:
@@ -174,7 +167,7 @@ class Outlets:
             self._verdicts.close()
         if self._investigator is not None:
             self._investigator.close()
-        self._before_oom.run_ended()
+        self.before_oom.run_ended()
         self._settings.run_ended()
 
     @property
@@ -190,31 +183,22 @@ class Outlets:
     def publish(self, findings: Sequence[Finding]) -> None:
         """Publish a verdict: in the metrics, as alerts, and as requests for allocation sites."""
         self._verdict = (findings, time.time())
-        self._before_oom.note_findings(findings, time.monotonic())
+        self.before_oom.note_findings(findings, time.monotonic())
         self.lines.note([finding for finding in findings if finding.locus.host in (None, self._host)])
         if self._investigator is not None:
             self._investigator.investigate(findings)
         if self._run is None:
             return
-        self._trackers.note(findings)
+        self.trackers.note(findings)
         self._alerts.send(self._run.run_id, self._name, findings)
         if not self._has_ended:
             self._hangs.report(self._run, self._name, findings)
 
-    @property
-    def wants_report(self) -> bool:
-        """True if a tracker keeps the HTML report."""
-        return self._trackers.is_wanted
-
-    def attach_report(self, path: Path) -> None:
-        """Give the HTML report to the trackers."""
-        self._trackers.attach_report(path)
-
     def close(self) -> None:
         """Wait for queued alerts and trackers, for a bounded time."""
-        self._trackers.close()
+        self.trackers.close()
         self._hangs.close()
-        self._before_oom.close()
+        self.before_oom.close()
         self._alerts.close()
 
     def view(self) -> View | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from collector.findings import Finding
 from collector.store import Run
@@ -22,25 +23,28 @@ _PROJECT = "tidegauge"
 _TAG_CHARACTERS = 4000
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """The calls of a tracker; `address` is where to look, empty if there is no such place."""
 
-    address: str
+    address = ""
 
+    @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to series."""
 
+    @abstractmethod
     def note(self, finding: Finding) -> None:
         """Show a finding."""
 
-    def attach_report(self, path: Path) -> None:
+    def attach_report(self, path: Path) -> None:  # noqa: B027 - where no files are kept, it stays in the run's folder
         """Keep the HTML report with the run."""
 
+    @abstractmethod
     def close(self) -> None:
         """Finish."""
 
 
-class _Wandb:
+class _Wandb(Tracker):
     """W&B (https://docs.wandb.ai/guides/track/log/distributed-training: several writers of one run are shared)."""
 
     def __init__(self, run: Run, name: str) -> None:
@@ -78,7 +82,7 @@ class _Wandb:
         self._run.finish()
 
 
-class _Mlflow:
+class _Mlflow(Tracker):
     """MLflow, by the client that other runs of the same process do not share."""
 
     def __init__(self, run: Run, name: str) -> None:
@@ -118,7 +122,7 @@ class _Mlflow:
             self._client.set_terminated(self._id)
 
 
-class _Tensorboard:
+class _Tensorboard(Tracker):
     """TensorBoard's event files, without torch: in `tensorboard` of the run's folder, or in $TENSORBOARD_DIR."""
 
     def __init__(self, run: Run, _name: str) -> None:
@@ -148,14 +152,11 @@ class _Tensorboard:
         )
         self._add(self._step, value)
 
-    def attach_report(self, path: Path) -> None:
-        """Do nothing: event files hold no such thing."""
-
     def close(self) -> None:
         self._writer.close()
 
 
-class _Trackio:
+class _Trackio(Tracker):
     """trackio, on this machine or in the Space that its own variables name."""
 
     def __init__(self, run: Run, name: str) -> None:
@@ -168,7 +169,6 @@ class _Trackio:
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        self.address = ""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({f"{_PREFIX}/{name}": value for name, value in values.items()}, step=step)
@@ -178,14 +178,11 @@ class _Trackio:
         level = levels.ERROR if finding.severity == "critical" else levels.WARN
         self._run.alert(title=finding.kind, text=finding.summary, level=level)
 
-    def attach_report(self, path: Path) -> None:
-        """Do nothing: the page stays in the run's folder."""
-
     def close(self) -> None:
         self._run.finish()
 
 
-class _Otlp:
+class _Otlp(Tracker):
     """OpenTelemetry over HTTP: gauges and log records; the library reads the endpoint from its own variables."""
 
     def __init__(self, run: Run, name: str) -> None:
@@ -228,9 +225,6 @@ class _Otlp:
             attributes={f"{_PREFIX}.kind": finding.kind, f"{_PREFIX}.severity": finding.severity},
         )
         self._logger.emit(record)
-
-    def attach_report(self, path: Path) -> None:
-        """Do nothing: the protocol carries no files."""
 
     def close(self) -> None:
         self._metrics.shutdown()

@@ -66,7 +66,7 @@ def _list(home: Path, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _report(home: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    from collector.report.html.verdict_card import verdict_card
+    from collector.report.html import verdict_card
     from collector.report.known import home_of
 
     run = _find(home, wanted)

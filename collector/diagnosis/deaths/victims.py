@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collector.diagnosis.deaths.dead_workers import DeadWorker
-from collector.diagnosis.run.columns import floats, sampled, step_at, whole, written
+from collector.diagnosis.run.columns import floats, sampled, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import last_memory, last_step, rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.training import step_at
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from collector.diagnosis.run.columns import floats, step_at, whole, written
+from collector.diagnosis.run.columns import floats, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.training import step_at
 from collector.findings import Advice, Finding, Locus, fact
 from collector.store import ProcessKey
 from collector.units import number, plain_text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -101,7 +101,9 @@ def awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
     stacks = Counter(stack for one in series for stack in choose(one) if stack)
     if sum(stacks.values()) < LEAST_SAMPLES:
         return None
-    return AwaitedTime(kind=finding.kind, locus=finding.locus, stacks=stacks, window=_window(tables, series))
+    times = [time for one in series for time in one.times]
+    window = window_text(tables, min(times), max(times))
+    return AwaitedTime(kind=finding.kind, locus=finding.locus, stacks=stacks, window=window)
 
 
 def add_waiting_lines(finding: Finding, awaited: AwaitedTime | None, cwd: str | None) -> Finding:
@@ -168,7 +170,7 @@ def _site(frame: SourceFrame, cwd: str | None) -> str:
 
 def _main_of(where: Locus, tables: RunTables) -> ProcessKey | None:
     """Return the training process of a finding, if stacks of it were taken."""
-    mains = dict.fromkeys(key for event in tables.events_of("stack-series") if (key := _main_key(event)))
+    mains = dict.fromkeys(key for event in tables.events_of("stack-series") if (key := key_of(event, "of_")))
     pid = where.pid if where.role == "main" and where.pid is not None else where.main_pid
     ranks = {writer_of(event): event.get("rank") for event in tables.events_of("process-start")}
     fitting = [
@@ -179,13 +181,9 @@ def _main_of(where: Locus, tables: RunTables) -> ProcessKey | None:
     return fitting[-1] if fitting else None
 
 
-def _main_key(event: Mapping[str, Any]) -> ProcessKey | None:
-    return key_of({"host": event["host"], "pid": event.get("of_pid"), "start_ticks": event.get("of_start_ticks")})
-
-
 @once
 def _series_of(tables: RunTables, main: ProcessKey) -> list[_Series]:
-    events = [event for event in tables.events_of("stack-series") if _main_key(event) == main]
+    events = [event for event in tables.events_of("stack-series") if key_of(event, "of_") == main]
     return [_read(event) for event in events[-_MOST_SERIES:]]
 
 
@@ -199,11 +197,6 @@ def _read(event: Mapping[str, Any]) -> _Series:
     times = np.array(event["times_ns"], dtype=np.float64)
     main = samples.pop(event["of_pid"], [None] * len(times))
     return _Series(times=times, main=main, others=samples)
-
-
-def _window(tables: RunTables, series: Sequence[_Series]) -> str:
-    times = [time for one in series for time in one.times]
-    return window_text(tables, min(times), max(times))
 
 
 def _choice(finding: Finding, tables: RunTables, main: ProcessKey) -> Callable[[_Series], Iterable[Frames | None]]:

@@ -22,12 +22,12 @@ from collector.diagnosis.run.columns import (
     last,
     resident_bytes,
     sampled,
-    step_at,
     whole,
     window_text,
     worker_samples,
 )
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Evidence, Finding, Limit, Locus, Rate, fact
 from collector.store import ProcessKey

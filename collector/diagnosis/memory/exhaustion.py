@@ -16,15 +16,10 @@ import numpy as np
 
 from collector.diagnosis.memory.leak import GrowingUse
 from collector.diagnosis.memory.resources import Resource
-from collector.diagnosis.run.columns import (
-    SECOND_NS,
-    finite,
-    median,
-    step_numbers,
-    whole,
-)
+from collector.diagnosis.run.columns import SECOND_NS, finite, median, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.training import step_numbers
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT, first_passage_times, unevenness
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats
 from collector.diagnosis.statistics.saturation import Saturation

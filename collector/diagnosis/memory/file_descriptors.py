@@ -29,13 +29,9 @@ from collector.diagnosis.run.columns import (
     PROCESS,
     by_process,
     floats,
-    iterates,
     last,
     sampled_on,
     seconds,
-    steps_within,
-    while_running,
-    while_training,
     whole,
     with_early_samples,
     worker_samples,
@@ -43,6 +39,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables, once
+from collector.diagnosis.run.training import iterates, steps_within, while_running, while_training
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Finding, Limit, Locus, fact
 from collector.store import ProcessKey

@@ -29,8 +29,9 @@ from collector.diagnosis.memory.leak import (
     witnesses_of,
 )
 from collector.diagnosis.run.allocators import Allocator, devices
-from collector.diagnosis.run.columns import floats, sampled, seconds, while_training
+from collector.diagnosis.run.columns import floats, sampled, seconds
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import while_training
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
 from collector.findings import Finding, Locus, fact
 

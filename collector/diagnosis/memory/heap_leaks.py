@@ -38,16 +38,11 @@ from collector.diagnosis.memory.leak import (
 )
 from collector.diagnosis.run.columns import (
     SECOND_NS,
-    after_training,
     by_process,
     finite,
     floats,
-    iterates,
     resident_bytes,
     seconds,
-    steps_within,
-    training_end_ns,
-    while_running,
     whole,
     with_early_samples,
     worker_samples,
@@ -57,6 +52,7 @@ from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables, step_units, writer_of
+from collector.diagnosis.run.training import after_training, iterates, steps_within, training_end_ns, while_running
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey

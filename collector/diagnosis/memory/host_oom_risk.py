@@ -26,7 +26,6 @@ from collector.diagnosis.memory.resources import (
 from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
-    after_training_ns,
     by_process,
     finite,
     floats,
@@ -35,14 +34,13 @@ from collector.diagnosis.run.columns import (
     median,
     peak,
     seconds,
-    training_end_ns,
-    training_start_ns,
     worker_samples,
     written,
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import after_training_ns, training_end_ns, training_start_ns
 from collector.findings import Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 from collector.units import size

@@ -23,22 +23,10 @@ import numpy.typing as npt
 
 from collector.diagnosis.memory.occasions import RiseAtOccasions, occasions_of, rise_at_occasions
 from collector.diagnosis.memory.resources import Resource
-from collector.diagnosis.run.columns import (
-    MIB,
-    SECOND_NS,
-    finite,
-    floats,
-    iterations_within,
-    origin_ns,
-    seconds,
-    step_at,
-    step_numbers,
-    training_end_ns,
-    window_text,
-    written,
-)
+from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, floats, origin_ns, seconds, window_text, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import iterations_within, step_at, step_numbers, training_end_ns
 from collector.diagnosis.statistics.growth import MIN_POINTS, PARTS_COUNT_OF_STEPS, Floats, Growth, growth
 from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRICT, Saturation, saturation
 from collector.findings import Evidence, Finding, Locus, Rate, Severity, fact

@@ -35,11 +35,11 @@ from collector.diagnosis.run.columns import (
     sampled,
     sampled_on,
     seconds,
-    while_training,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import while_training
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.findings import Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import WRITER, by_process, floats, seconds, training_end_ns, whole
+from collector.diagnosis.run.columns import WRITER, by_process, floats, seconds, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import training_end_ns
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Locus
 from collector.store import ProcessKey

@@ -105,7 +105,7 @@ class Lifecycle:
         seen = {
             key
             for event in self.tables.events_of("process-seen")
-            if event.get("has_torch") and (key := seen_key(event))
+            if event.get("has_torch") and (key := key_of(event, "process_"))
         }
         return frozenset(attached | seen | set(self._attempts))
 
@@ -114,7 +114,7 @@ class Lifecycle:
         """Command line of each process, as recorded by the process itself, else by the collector."""
         arguments = {}
         for event in self.tables.events_of("process-seen"):
-            if key := seen_key(event):
+            if key := key_of(event, "process_"):
                 arguments[key] = event.get("argv")
         for event in self.tables.events_of("process-attached", "process-start"):
             arguments[writer_of(event)] = event.get("argv")
@@ -271,7 +271,9 @@ class Lifecycle:
 
     def _children(self, launcher: ProcessKey) -> list[ProcessKey]:
         """Return the training processes that a process started, the oldest first."""
-        return sorted((key for key in self.mains if self._parents.get(key) == launcher), key=_age)
+        return sorted(
+            (key for key in self.mains if self._parents.get(key) == launcher), key=lambda key: (key[2], key[1])
+        )
 
     def _ended_abruptly(self, key: ProcessKey) -> bool:
         """Return whether a process vanished, and not because its launcher failed and stopped it."""
@@ -381,20 +383,10 @@ def lifecycle_of(tables: RunTables) -> Lifecycle:
     return Lifecycle(tables)
 
 
-def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:
-    """Return the process that a `process-seen` event is about; the collector wrote it."""
-    pid, ticks = whole(event.get("process_pid")), whole(event.get("process_start_ticks"))
-    return None if pid is None or ticks is None else (str(event["host"]), pid, ticks)
-
-
 def _program(argv: list[str]) -> str:
     """Return a command line without the folders of the interpreter and of the script."""
     words = [os.path.basename(word) if os.path.isabs(word) else word for word in argv[:2]]
     return " ".join(shlex.join([*words, *argv[2:]]).split())
-
-
-def _age(key: ProcessKey) -> tuple[int, int]:
-    return key[2], key[1]
 
 
 def signal_of(exit_status: int | None) -> int | None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import floats, held_bytes, last, sampled, step_at, whole
+from collector.diagnosis.run.columns import floats, held_bytes, last, sampled, whole
 from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.training import step_at
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 from collector.units import plain_text

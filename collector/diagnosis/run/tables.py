@@ -22,7 +22,7 @@ from collector.store import (
     read,
     read_growths,
 )
-from collector.store.queries import Queryable
+from collector.store.queries import Queryable, Reach
 from training_harness.events import EventKind
 from training_harness.records import IDENTITY, STREAMS, UNIT_BATCH, UNIT_OPTIMIZER
 
@@ -71,15 +71,6 @@ _UNIT = f"coalesce(unit, CASE WHEN optimizer_ns IS NULL THEN {UNIT_BATCH} ELSE {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
-    """The number of rows of a stream over the whole run, and the times of the first and the last one (ns)."""
-
-    rows_count: int
-    first_ns: int | None
-    last_ns: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunTables:
     """One run.
 
@@ -106,7 +97,7 @@ class RunTables:
     living: frozenset[ProcessKey] | None
     now_ns: int
     lost_count: int = field(default=0)
-    totals: Mapping[str, Total] = field(default_factory=dict)
+    totals: Mapping[str, Reach] = field(default_factory=dict)
     other_steps: pd.DataFrame | None = None
     grown: Sequence[ProcessGrowth] = ()
     problems: tuple[str, ...] = ()
@@ -186,7 +177,7 @@ def load_tables(run: Run) -> RunTables:
     )
 
 
-def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Total, pd.DataFrame | None]:
+def _counted_steps(snapshot: Snapshot, total: Reach) -> tuple[pd.DataFrame, Reach, pd.DataFrame | None]:
     """Return the steps of the highest unit (`records.STEP_UNITS`) in the run, their total, and the other ones.
 
     The others are not steps of the run: a process that only evaluates ends its steps by batches, while another one
@@ -205,7 +196,7 @@ def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Tota
         snapshot.query(f"SELECT {names} FROM ({newest.format(sign)}) ORDER BY time_ns")
         for names, sign in ((columns_sql("step"), "="), (few, "<"))
     )
-    return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns), others
+    return rows, Reach(rows_count=n, first_ns=first_ns, last_ns=last_ns), others
 
 
 def step_units(steps: pd.DataFrame) -> npt.NDArray[np.float64]:
@@ -218,17 +209,17 @@ def step_units(steps: pd.DataFrame) -> npt.NDArray[np.float64]:
     return np.where(np.isfinite(units), units, np.where(optimized, UNIT_OPTIMIZER, UNIT_BATCH))
 
 
-def totals_of(snapshot: Queryable, names: Iterable[str]) -> dict[str, Total]:
+def totals_of(snapshot: Queryable, names: Iterable[str]) -> dict[str, Reach]:
     """Return the totals of some streams over the whole run."""
     parts = [f"SELECT '{name}' AS name, n, first_ns, last_ns FROM {name}_reach" for name in names]
     totals = snapshot.query(" UNION ALL ".join(parts))
     return {
-        str(name): Total(rows_count=int(n), first_ns=_optional_int(first_ns), last_ns=_optional_int(last_ns))
+        str(name): Reach(rows_count=int(n), first_ns=_optional_int(first_ns), last_ns=_optional_int(last_ns))
         for name, n, first_ns, last_ns in totals.itertuples(index=False)
     }
 
 
-def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
+def _stream(snapshot: Snapshot, name: str, total: Reach) -> pd.DataFrame:
     if total.rows_count <= ROWS_PER_STREAM:
         source = f'"{name}"'
     elif name in _THINNED:
@@ -243,7 +234,7 @@ def columns_sql(name: str) -> str:
     return ", ".join(f'"{column.name}"' for column in (*STREAMS[name].columns, *IDENTITY))
 
 
-def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int) -> int:
+def newest_since_ns(snapshot: Queryable, name: str, total: Reach, most: int) -> int:
     """Return the time of the oldest of the `most` newest rows.
 
     The search begins at the end of the stream and goes further back while there are too few rows. It reads times
@@ -259,7 +250,7 @@ def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int) -> 
     return int(oldest["ns"])
 
 
-def look_backs(total: Total, most: int, *, from_ns: int | None = None) -> Iterator[int]:
+def look_backs(total: Reach, most: int, *, from_ns: int | None = None) -> Iterator[int]:
     """Yield begins of the searches for the `most` newest rows, each further back, the last one at the first row."""
     stream_begin_ns, last_ns = total.first_ns or 0, total.last_ns or 0
     first_ns = stream_begin_ns if from_ns is None else max(from_ns, stream_begin_ns)
@@ -270,7 +261,7 @@ def look_backs(total: Total, most: int, *, from_ns: int | None = None) -> Iterat
     yield first_ns
 
 
-def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
+def _thinned(snapshot: Snapshot, name: str, total: Reach) -> str:
     """Return SQL for a subset of the rows that preserves the shape of a stream.
 
     The subset has the largest sample of each series in each bucket of time. For `process`, it also has one tick per

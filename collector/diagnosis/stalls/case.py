@@ -11,7 +11,8 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.names import pid_if_shared
 from collector.diagnosis.loading.steady_state import Pace
-from collector.diagnosis.run.columns import floats, mean, median, step_at
+from collector.diagnosis.run.columns import floats, mean, median
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.findings import Evidence, Locus, Severity, measurements
 from collector.units import count

@@ -12,7 +12,8 @@ from collector.diagnosis.loading.core_waits import cores_of_other_threads
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.loading.worker_limit import worker_limit
-from collector.diagnosis.run.columns import floats, step_at
+from collector.diagnosis.run.columns import floats
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
 from collector.diagnosis.stalls.case import LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import Loss, confidence

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean, step_at, whole
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.case import loop_locus
 from collector.diagnosis.stalls.cost import confidence
 from collector.diagnosis.stalls.epoch_start import RECENT_EPOCHS

@@ -1,4 +1,4 @@
-"""Quantiles of Student's t distribution. SciPy has them too, and takes longer to import than a verdict to make."""
+"""Quantiles of Student's t distribution. SciPy, which has them too, is large and slow to import."""
 
 from __future__ import annotations
 

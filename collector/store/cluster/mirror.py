@@ -123,7 +123,7 @@ def merge_manifests(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     The run has ended when all nodes have. Its exit status is the first one that is not 0.
     """
-    ordered = sorted(manifests, key=lambda manifest: _began_ns(manifest, manifest["host"]))
+    ordered = sorted(manifests, key=lambda manifest: int(manifest["anchors"][manifest["host"]]["wall_ns"]))
     first = ordered[0]
     ends_ns = [_on_clock_of(first, manifest) for manifest in ordered]
     statuses = [manifest["exit_status"] for manifest in ordered]
@@ -153,10 +153,6 @@ def _write(path: Path, manifest: dict[str, Any]) -> None:
     written = path / name
     if not written.exists() or json.loads(written.read_bytes()) != manifest:
         layout.write_manifest(path, manifest, name=name)
-
-
-def _began_ns(manifest: Mapping[str, Any], host: str) -> int:
-    return int(manifest["anchors"][host]["wall_ns"])
 
 
 def _on_clock_of(first: Mapping[str, Any], manifest: Mapping[str, Any]) -> int | None:

@@ -135,7 +135,8 @@ class Ingester:
                         oldest_ns = chunk.oldest_ns
                     if chunk.offsets:
                         self._commit(connection, chunk)
-                    self._mark_read(chunk.read_paths)
+                    for files in (self._event_logs, self._segments):
+                        files.mark_read(path.name for path in chunk.read_paths)
                     records_count += chunk.records_count
                 if self._counts is not None:
                     self._counts.catch_up()
@@ -241,11 +242,6 @@ class Ingester:
             else:
                 chunk.read_paths.append(path)
         yield chunk
-
-    def _mark_read(self, paths: list[Path]) -> None:
-        names = [path.name for path in paths]
-        self._event_logs.mark_read(names)
-        self._segments.mark_read(names)
 
     def _add_events(self, chunk: _Chunk, path: Path, problems: list[str]) -> None:
         begin = self._progress.offsets.get(path.name, 0)

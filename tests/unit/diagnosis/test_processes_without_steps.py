@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from simulated_runs import MAIN, MIB, START_SECONDS, Script, finish, ns, sample_host, sample_process
 
-from collector.diagnosis.run.columns import before_teardown
+from collector.diagnosis.run.training import before_teardown
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_OTHER
 

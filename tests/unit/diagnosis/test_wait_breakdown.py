@@ -16,9 +16,9 @@ from collector.diagnosis.loading.wait_breakdown import (
     wait_breakdowns,
 )
 from collector.diagnosis.loading.worker_lanes import lanes, waits_by_position
-from collector.diagnosis.run.tables import Total
 from collector.diagnosis.tuning.stage_speedup import speed_ups, wait_summaries
 from collector.report.wording import stall
+from collector.store.queries import Reach
 from training_harness.records import ROLE_MAIN
 
 SLOW = {"workers": 4, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 300}
@@ -175,7 +175,7 @@ def test_only_time_with_complete_records_counts():
     tables = script.tables()
     since = tables.stream("batch")["time_ns"].iloc[100]
     tables.streams["fetch"] = tables.stream("fetch")[lambda rows: rows["time_ns"] >= since]
-    tables.totals["fetch"] = Total(rows_count=300, first_ns=0, last_ns=0)
+    tables.totals["fetch"] = Reach(rows_count=300, first_ns=0, last_ns=0)
     (seen,) = wait_breakdowns(tables)
     assert len(seen.waits) == 200
     assert seen.by_part.get(UNKNOWN, 0) < 0.05 * seen.wait_seconds

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collector.budget import ExaminedRun, figures, figures_of, judge_budget
+from collector.budget import figures
+from collector.budget.figures import ExaminedRun, figures_of
+from collector.budget.judgement import judge_budget
 from collector.diagnosis import diagnose, load_tables
 from collector.diagnosis.statistics.rates import rate_ratio
 from collector.store import find_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -18,7 +19,9 @@ from collector import cli
 from collector.agent.launch import RunOutcome
 from collector.commands import run as running
 from collector.report import listing
+from collector.report.results import Result, ResultFinding, save_result
 from collector.store.catalogue import find_run, list_runs
+from collector.store.runs.run import Run
 from tests.conftest import render
 from training_harness.jobs.__main__ import JOBS
 from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
@@ -209,13 +212,12 @@ def test_runs_of_an_empty_home_says_how_to_start_one(tidegauge):
     assert "tidegauge run -- COMMAND" in out
 
 
-def test_runs_are_listed_newest_first_from_saved_reports(tmp_path):
+def test_runs_are_listed_newest_first_from_saved_results(tmp_path):
     made = [create_run(tmp_path, name=f"job{number}", argv=["x"]) for number in range(3)]
     judged, ended, _living = list(reversed(list_runs(tmp_path)))
     assert [judged.path, ended.path] == made[:2]
-    facts = {"status": "killed", "steps": 1234, "duration_seconds": 61.2}
-    findings = [{"severity": "critical", "kind": "killed"}]
-    listing.save_report(judged, {"schema": 1, "run": facts, "findings": findings})
+    killed = ResultFinding(kind="killed", place="", severity="critical")
+    save_result(judged, Result(status="killed", steps=1234, duration_seconds=61.2, findings=(killed,)))
     write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
     lines = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
     assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
@@ -234,8 +236,9 @@ def test_runs_are_filtered_by_tag_and_printed_as_json(tidegauge, tmp_path):
     (only,) = json.loads(out)
     assert (only["run_id"], only["status"], only["tags"]) == (made[3].name, "abandoned", {"lr": "1", "by": "me"})
     assert only["steps"] is None
-    facts = '{"status": "killed", "steps": "many", "duration_seconds": NaN}'
-    (made[3] / listing.REPORT_NAME).write_text(f'{{"schema": 1, "run": {facts}, "findings": []}}')
+    save_result(Run(made[3]), Result(status="killed"))
+    result = json.loads((made[3] / "result.json").read_text())
+    (made[3] / "result.json").write_text(json.dumps({**result, "steps": "many", "duration_seconds": math.nan}))
     assert json.loads(tidegauge("runs", "--format", "json")[1])[0]["duration_seconds"] is None
     assert re.search(r"job3\S+ +lr=1, by=me +killed +— +— ", tidegauge("runs")[1])
     assert "have lr=2" in tidegauge("runs", "--tag", "lr=2")[1]
@@ -322,7 +325,7 @@ def test_a_known_finding_is_information_in_every_run_of_the_command(tidegauge, t
     assert severities() == [("warning", None)] * 3
 
 
-def test_report_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
+def test_result_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
     made = create_run(tmp_path / "home", name="half", argv=["x"])
     command = {"host": os.uname().nodename, "pid": 2**22 + 1, "start_ticks": 1}
     write_manifest(made, {**read_manifest(made), "command": command})
@@ -330,18 +333,18 @@ def test_report_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
     catalog.write_bytes(b"no database at all")
     status, _, err = tidegauge("report")
     assert (status, err.count("only the journals are shown")) == (0, 1)
-    assert not (made / listing.REPORT_NAME).exists()
+    assert not (made / "result.json").exists()
     catalog.unlink()
     status, _, err = tidegauge("report")
     assert (status, err) == (0, "")
-    assert (made / listing.REPORT_NAME).exists()
+    assert (made / "result.json").exists()
     assert json.loads(tidegauge("runs", "--format", "json")[1])[0]["status"] == "killed"
 
 
 def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     broken, whole = (create_run(tmp_path, name=name, argv=["x"]) for name in ("broken", "whole"))
     (broken / MANIFEST).write_text("[]")
-    (whole / listing.REPORT_NAME).write_text("{")
+    (whole / "result.json").write_text("{")
     text = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path))))
     assert re.search(rf"{broken.name} +damaged", text)
     assert re.search(rf"{whole.name} +abandoned", text)

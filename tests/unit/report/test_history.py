@@ -5,7 +5,6 @@ import random
 import pytest
 
 from collector.findings import Finding, Locus, identity, measurements
-from collector.report.command_identity import Command, command_of
 from collector.report.history import (
     change_sentences,
     commands_of,
@@ -13,6 +12,7 @@ from collector.report.history import (
     history_of,
     level_changes,
 )
+from collector.report.known import Command, command_of
 from collector.report.listing import ListEntry
 from collector.report.results import Result, ResultFinding
 
