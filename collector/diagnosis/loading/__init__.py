@@ -10,7 +10,7 @@ from collector.diagnosis.loading.wait_breakdown import (
     recent_loops,
 )
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, SourceFrame, stage_of
-from collector.diagnosis.loading.worker_lanes import Lanes, lanes, waits_by_position
+from collector.diagnosis.loading.worker_lanes import Lanes, lanes, waits_by_worker
 
 __all__ = [
     "BATCHES",
@@ -28,5 +28,5 @@ __all__ = [
     "recent_loading",
     "recent_loops",
     "stage_of",
-    "waits_by_position",
+    "waits_by_worker",
 ]
