@@ -14,7 +14,7 @@ from collector.report.html.frame import card, table
 def verdict_card(verdict: Verdict, *, run_id: str, name: str) -> str:
     """Return the verdict on a run: its state, the findings with what to do, and the figures of the whole run."""
     urgent = [finding for finding in verdict.findings if finding.severity != "info"]
-    rest = [finding for finding in verdict.findings if finding.severity == "info" and not finding.is_healthy]
+    others = [finding for finding in verdict.findings if finding.severity == "info" and not finding.is_healthy]
     ending = wording.exit_record(verdict.ending.record) if verdict.ending is not None else []
     return card(
         f"<p><b>{escape(name)}</b> · {escape(headline(verdict).plain)}</p>",
@@ -23,7 +23,7 @@ def verdict_card(verdict: Verdict, *, run_id: str, name: str) -> str:
         *map(finding_box, urgent),
         *(
             _fold(f"{finding.severity}: {wording.finding_heading(finding)}", finding_box(finding))
-            for finding in rest
+            for finding in wording.grouped(others)
         ),
         table(figures(verdict)),
         *(f'<p class="quiet">{inline(words)}</p>' for words in wording.check_words(verdict.checks) if words),
