@@ -224,7 +224,7 @@ def _table(moment: Moment) -> Iterator[Block]:
     sampled = " Fetch p50 and p95 are those of a sample." if split["n"].sum() > EXACT_QUANTILE_ROWS else ""
     yield moment.table(
         "workers",
-        f"Idle to Blocked: mean per batch.{sampled}",
+        f"Columns after Fetch p95: mean per batch.{sampled}",
         {
             "Worker": [workers.worker_name(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)],
             "Batches": [number(count) for count in split["n"]],
