@@ -248,6 +248,13 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
     assert "1 worker restarts" in chart.caption
 
 
+def test_a_short_run_whose_collector_never_lagged_has_no_words_on_lag():
+    lines = {"interval": _lines([1.0, 1.0]), "lag": _lines([])}
+    assert samples.collector_timing(lines, LIGHT).caption == "Longest interval 1 s of 2 samples."
+    lines["lag"] = _lines([4.0])
+    assert "longest lag 4 s of 1 samples. The lag falls" in samples.collector_timing(lines, LIGHT).caption
+
+
 def test_line_has_a_gap_where_samples_are_missing():
     x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]  # the collector was down for 70 s
     lines = Lines(points=pd.DataFrame({"series": "", "elapsed_seconds": x, "value": 1.0}), samples_count=len(x))
