@@ -23,6 +23,8 @@ from training_harness.layout import home_path
 _CONTROLS = ("run", "rank", "window", "x")
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
+#: Part of a run's id that is its first name: by default that of the script.
+_SCRIPT = slice(16, -5)
 #: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins beside it.
 _STYLE = """<style>
 .stMainBlockContainer { padding: 4rem 3rem 3rem; }
@@ -160,10 +162,13 @@ def _pick_rank(run: Run) -> int | None:
 
 
 def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
-    """Return the runs to compare with, the baseline first; by default the run before the chosen one."""
+    """Return the runs to compare with, the baseline first; by default the run before the chosen one.
+
+    One of the same script comes before the others.
+    """
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
-    older = (other for other in runs[runs.index(run) + 1 :] if is_trial(other) == is_trial(run))
-    before = [other.run_id for other in older] or list(by_id)
+    older = [other.run_id for other in runs[runs.index(run) + 1 :] if is_trial(other) == is_trial(run)]
+    before = [name for name in older if name[_SCRIPT] == run.run_id[_SCRIPT]] or older or list(by_id)
     chosen = st.multiselect(
         "Compare with (the first is the baseline)",
         list(by_id),

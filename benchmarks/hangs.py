@@ -33,7 +33,7 @@ from rich.table import Table
 from collector.store import list_runs, read
 
 SCRIPTS = Path(__file__).parents[1] / "tests" / "scripts"
-#: Way to hang -> the process that hangs, and the begin of what it waits for.
+#: Way to hang -> the process that hangs, and the start of what it waits for.
 HANGS = {
     "lock": ("worker", "blocked on a lock"),
     "forked": ("worker", "blocked on a lock"),

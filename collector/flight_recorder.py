@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from collector.stacks import Frame
+from collector.units import listed
 
 #: Largest dump that is read: some 30,000 collectives, where 2,000 are usual.
 MOST_BYTES = 8 << 20
@@ -202,7 +203,7 @@ def ranks_words(ranks: Iterable[int]) -> str:
         return f"rank {ordered[0]}"
     if len(ordered) > _LISTED_COUNT:
         return f"{len(ordered)} ranks ({', '.join(map(str, ordered[:_LISTED_COUNT]))}, …)"
-    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+    return f"ranks {listed(ordered)}"
 
 
 def _subject(ranks: Collection[int], singular: str, plural: str) -> str:

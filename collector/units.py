@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import TypeGuard
 
 MISSING = "—"
@@ -62,6 +63,12 @@ def number(value: float | None) -> str:
 def count(value: float | None) -> str:
     """Return a count, rounded to a whole number; commas between thousands."""
     return f"{value:,.0f}" if is_known(value) else MISSING
+
+
+def listed(items: Iterable[object]) -> str:
+    """Return items as a list in a sentence: `0`, `0 and 1`, `0, 1 and 2`."""
+    *others, last = map(str, items)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def after_steps(steps_count: float) -> str:

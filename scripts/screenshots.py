@@ -165,11 +165,8 @@ def main(home: Path | None, out: Path, views: tuple[str, ...], run_id: str | Non
 def _record(home: Path) -> None:
     """A training that has something to show: two workers, one of them slow."""
     programs = Path(sys.executable).parent
-    path = os.pathsep.join([str(programs), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "TIDEGAUGE_HOME": str(home), "PATH": path}
-    job = ["python", "-m", "training_harness.jobs", *README_JOB]  # advice has the command: no path of this machine
-    command = [str(programs / "tidegauge"), "run", "--name", "-".join(README_JOB), "--", *job]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
+    subprocess.run([str(programs / "tidegauge"), "job", *README_JOB], cwd=ROOT, env=environment, check=True)
 
 
 def _photograph(home: Path, pictures: Mapping[Path, Picture]) -> None:

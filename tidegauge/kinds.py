@@ -93,14 +93,16 @@ KINDS = {
     "cuda-oom": replace(
         _DEATH, pages=("post-mortem", "oom-risk", "gpu-memory"), checks=(*_DEATH.checks, "GPU memory")
     ),
-    "host-oom-kill": replace(_DEATH, pages=("post-mortem", "oom-risk"), checks=(*_DEATH.checks, "host memory")),
+    "host-oom-kill": replace(
+        _DEATH, pages=("post-mortem", "oom-risk", "leak-timeline"), checks=(*_DEATH.checks, "host memory")
+    ),
     "worker-killed": replace(_DEATH, pages=("post-mortem", "oom-risk", "worker-stalls")),
     "shm-bus-error": replace(
         _DEATH, pages=("post-mortem", "oom-risk"), checks=(*_DEATH.checks, "/dev/shm"), fault="this machine"
     ),
     "crashed": _DEATH,
     "killed": _DEATH,
-    "hang": _DEATH,
+    "hang": replace(_DEATH, pages=("post-mortem", "worker-stalls")),
     "workers-not-reporting": replace(_TRUST, pages=("agent-health", "worker-stalls")),
     "samples-lost": _TRUST,
     "cannot-tell": replace(_TRUST, checks=()),

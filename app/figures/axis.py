@@ -24,9 +24,9 @@ MAX_EPOCHS = 100
 _TICK_RATIO = 0.04
 #: Height of a label in pixels. Labels stand above the figure, where they hide nothing.
 _LABEL_HEIGHT = 19
-#: Shares of the width of the narrowest figures: a letter of a tick's label, and the left edge, where an epoch that
-#: begins separates nothing.
-_LETTER_RATIO, _EDGE_RATIO = 0.016, 0.01
+#: Shares of the width of the narrowest figures, on a phone: a letter of a tick's label, and the left edge, where an
+#: epoch that begins separates nothing.
+_LETTER_RATIO, _EDGE_RATIO = 0.023, 0.01
 #: Time around a focus that a zoomed chart shows, as a share of the focus, on each side.
 ZOOM_MARGIN = 0.5
 #: Distance of a finding's mark from the last sample, at most: in units of x, or as a share of the width if that is

@@ -61,13 +61,17 @@ def collector_timing(lines: Mapping[str, Lines], theme: Theme) -> TimeChart:
     figure = over_time(theme, y_title="time (s)")
     captions = []
     for name, colour, dash in (("interval", theme.latency, "dash"), ("lag", theme.reserved, "solid")):
+        if not lines[name].samples_count:
+            continue
         by_host = lines[name].points.groupby("series")
         for host, points in by_host:
             label = f"{name}, {host}" if len(by_host) > 1 else name
             figure.add_trace(sample_line(label, points, colour, "s", line={"dash": dash}))
         highest = quantity(lines[name].points["value"].max(), "seconds")
         captions.append(f"longest {name} {highest} of {lines[name].samples_count:,} samples")
-    caption = f"{'; '.join(captions).capitalize()}. The lag falls with each commit to the lake."
+    caption = f"{'; '.join(captions).capitalize()}."
+    if lines["lag"].samples_count:
+        caption += " The lag falls with each commit to the lake."
     if sampled(lines["interval"]):
         caption += f" Drawn as {sampled(lines['interval'])}."
     return TimeChart(title="Does the collector keep up?", figure=figure, caption=caption)

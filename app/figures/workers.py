@@ -261,13 +261,10 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     )
 
 
-def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
-    """Draw the waits by position in the round: the training waits for the worker of a position that stands out."""
-    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", height=340)
-    labels = [
-        str(position) if position == worker else f"{position}: worker {worker}"
-        for position, worker in zip(table["position"], table["worker"], strict=True)
-    ]
+def waits_by_worker(table: pd.DataFrame, theme: Theme) -> Chart:
+    """Draw the waits for the batches of each worker."""
+    figure = blank(theme, x_title="worker (id)", y_title="wait (ms)", height=340)
+    labels = [str(worker) for worker in table["worker"]]
     figure.add_trace(
         {
             "type": "bar",
@@ -286,8 +283,9 @@ def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     return Chart(
         title="Which worker makes training wait?",
         figure=figure,
-        caption=f"Batches by position in the round (index modulo num_workers) and worker, without the first of "
-        f"each epoch (n = {int(table['n'].sum()):,}). Equal heights: it waits for all workers alike.",
+        caption=f"Wait for a batch of each worker, without the first batches of each epoch "
+        f"(n = {int(table['n'].sum()):,}). Equally slow workers may differ: while training waits for one, the next "
+        "one finishes.",
         takeaway=f"Worker {int(worst['worker'])} has {percent(float(worst['ratio']))} of the waiting.",
     )
 

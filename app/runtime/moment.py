@@ -165,7 +165,7 @@ class View:
 
 def _findings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.findings, page=moment.page, params=moment.params)
+        yield Findings(findings=report.grouped(moment.findings), page=moment.page, params=moment.params)
 
 
 #: The findings of the view.

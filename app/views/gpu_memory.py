@@ -12,6 +12,7 @@ from app.figures import devices
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import Gpu, first_gpus, further_gpus, gpus
+from collector import report
 from collector.diagnosis import accounts
 from collector.store import newest_allocator_snapshot, queries
 from collector.units import MISSING, duration, is_known, number, percent, size
@@ -25,7 +26,7 @@ NO_GPU = Note(
 
 def _findings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None and gpus(moment):
-        yield Findings(findings=moment.findings, page=moment.page, params=moment.params)
+        yield Findings(findings=report.grouped(moment.findings), page=moment.page, params=moment.params)
 
 
 def _account(moment: Moment, gpu: Gpu) -> Iterator[Block]:

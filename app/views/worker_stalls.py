@@ -15,7 +15,7 @@ from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
 from collector.diagnosis import command_words
-from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_position
+from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_worker
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import Finding, Locus, WaitingLine
 from collector.store import queries
@@ -82,9 +82,8 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
         ),
     ]
     if seen.loop.num_workers > 1:
-        help = "Share of the waiting during which a later batch was finished and parked"
-        value = percent(seen.head_of_line_seconds / waited)
-        items.append(Metric("Head of line", value, help))
+        help = "Share of the wait in which a later batch was finished, and parked until its turn"
+        items.append(Metric("Later batch ready", percent(seen.head_of_line_seconds / waited), help))
     yield Metrics(items=items)
 
 
@@ -94,20 +93,20 @@ def _wait_lanes(moment: Moment) -> Iterator[Block]:
         return
     shown = lanes(recent_loop.seen)
     if shown is None or not (shown.bars["kind"] == "wait").any():
-        yield Note("No lanes: they need a few rounds of batches after the first ones of an epoch.")
+        yield Note("No lanes: they need a few batches of each worker after the first ones of an epoch.")
         return
     begin = (shown.begin_ns - moment.span.origin_ns) / 1e9
     yield workers.lanes(shown, moment.theme, begin_seconds=begin)
 
 
-def _waits_by_round_position(moment: Moment) -> Iterator[Block]:
-    """Draw the waits by position in the round; say why if there are none."""
+def _waits_by_worker(moment: Moment) -> Iterator[Block]:
+    """Draw the waits by worker; say why if there are none."""
     recent_loop = recent(moment)
     if recent_loop is None or not recent_loop.seen.loop.num_workers:
         return
     loop = recent_loop.seen.loop
-    if len(table := waits_by_position(recent_loop.seen)):
-        yield workers.waits_by_position(table, moment.theme)
+    if len(table := waits_by_worker(recent_loop.seen)):
+        yield workers.waits_by_worker(table, moment.theme)
     else:
         text = (
             f"No worker can be named yet: this window has only the first {number(loop.ramp)} batches of an epoch. "
@@ -225,7 +224,7 @@ def _table(moment: Moment) -> Iterator[Block]:
     sampled = " Fetch p50 and p95 are those of a sample." if split["n"].sum() > EXACT_QUANTILE_ROWS else ""
     yield moment.table(
         "workers",
-        f"Idle to Blocked: mean per batch.{sampled}",
+        f"Columns after Fetch p95: mean per batch.{sampled}",
         {
             "Worker": [workers.worker_name(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)],
             "Batches": [number(count) for count in split["n"]],
@@ -279,7 +278,7 @@ VIEW = View(
         (Panel("Key figures", _key_figures),),
         (Panel("Lines", _lines),),
         (Panel("Lanes", _wait_lanes),),
-        (Panel("Fold", _waits_by_round_position), Panel("Waits", _waits, turn=1)),
+        (Panel("Waits by worker", _waits_by_worker), Panel("Waits", _waits, turn=1)),
         (Panel("Other settings", _other_settings),),
         (Panel("Time of workers", _time_of_workers, turn=1),),
         (Panel("Workers", _table, turn=1),),

@@ -19,7 +19,7 @@ from collector.store import Run
 from collector.units import number
 from training_harness.layout import loader_settings_path
 
-#: Seconds from the begin of a run, or from a changed setting, to the first verdict. Each further one comes when as
+#: Seconds from the start of a run, or from a changed setting, to the first verdict. Each further one comes when as
 #: much time has passed as before it, so they cost less and less.
 FIRST_SECONDS = 15.0
 _OPTION = "--workers auto"

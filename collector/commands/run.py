@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -53,6 +54,8 @@ JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
 TOUR = "tour"
 #: Exit statuses of a command that was ended by Ctrl-C or SIGTERM.
 ENDED_BY_USER = (130, 143)
+#: Exit status of a job after bad input, of which it has said what to give instead.
+BAD_INPUT = 2
 #: Number of restarts after kills for lack of memory so far, for the command.
 ATTEMPT_VARIABLE = "TIDEGAUGE_ATTEMPT"
 
@@ -201,7 +204,9 @@ def job(
     with DashboardServer(home, port) if serves else nullcontext() as server:
         if server is not None:
             server.await_ready()
-        outcome, verdict = _run(command, home=home, live=live, investigate=investigate, name=title)
+        outcome, verdict = _run(
+            command, home=home, live=live, investigate=investigate, name=title, discards=BAD_INPUT
+        )
         if outcome.run is not None and verdict is not None:
             show_way([(outcome.run, verdict)], home, port, is_served=server is not None)
         if server is not None and outcome.exit_status not in ENDED_BY_USER:
@@ -321,8 +326,12 @@ def _run(
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
+    discards: int | None = None,
 ) -> tuple[RunOutcome, Verdict | None]:
-    """Run and follow a command, and show the card; return its outcome and the verdict, None if there is none."""
+    """Run and follow a command, and show the card; return its outcome and the verdict, None if there is none.
+
+    A command that ends with the exit status `discards` leaves neither run nor card.
+    """
     from collector.agent.launch import run_command
 
     disabled = os.environ.get(DISABLED_VARIABLE) == "1"
@@ -339,7 +348,9 @@ def _run(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
     verdict = None
-    if outcome.run is not None and outcome.is_stored:
+    if outcome.run is not None and outcome.exit_status == discards:
+        shutil.rmtree(outcome.run.path, ignore_errors=True)
+    elif outcome.run is not None and outcome.is_stored:
         try:
             verdict = _judge_and_publish(outcome.run, outlets)
             show_card(outcome.run, verdict, home=home, to_stderr=True)

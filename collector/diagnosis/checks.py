@@ -17,6 +17,12 @@ from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import KINDS, Check, Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
+#: (kind, role of its process) of a finding -> a check that fails by it beside those of its kind.
+_OF_PROCESS: dict[tuple[str, str | None], str] = {
+    ("hang", "worker"): "data loading",
+    ("host-oom-kill", "main"): "training process's memory",
+    ("host-oom-kill", "worker"): "workers' memory",
+}
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
 
@@ -41,9 +47,9 @@ def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
 
 
 def _leads_to(name: str, finding: Finding) -> bool:
-    """Return whether a check leads to a finding; that on data loading leads to a worker that hangs, too."""
-    is_of_worker = finding.kind == "hang" and finding.locus.role == "worker"
-    return name in KINDS[finding.kind].checks or (is_of_worker and name == "data loading")
+    """Return whether a check leads to a finding, by its kind or by its kind and process."""
+    of_process = _OF_PROCESS.get((finding.kind, finding.locus.role))
+    return name in KINDS[finding.kind].checks or name == of_process
 
 
 def _end(tables: RunTables) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from collector.diagnosis.deaths.catalogue import FIX_LEAK
+from collector.diagnosis.deaths.catalogue import FIND_KEPT, FIX_LEAK
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
 
@@ -33,8 +33,11 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
     dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
     or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
-    stay. A forecast of growth by what the optimizers keep becomes information.
+    stay. A forecast of growth by what the optimizers keep becomes information. A loader with a worker
+    that hangs is not healthy.
     """
+    if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
+        return None
     is_leak = finding.kind == "main-heap-leak"
     is_doubt = finding.kind == "cannot-tell" and finding.rate is not None
     is_small = finding.locus.role == "main" and (is_doubt or finding.kind == "bounded-growth")
@@ -52,6 +55,13 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
         return replace(finding, severity="info", summary=told)
     return finding
+
+
+def _hangs_for(hang: Finding, healthy: Finding) -> bool:
+    """Return whether a worker of the loader of a healthy finding hangs."""
+    place = (hang.locus.rank, hang.locus.loader)
+    is_of_worker = hang.kind == "hang" and hang.locus.role == "worker"
+    return is_of_worker and place == (healthy.locus.rank, healthy.locus.loader)
 
 
 def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
@@ -120,7 +130,9 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     advice = tuple(
         replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
     )
-    return replace(death, advice=(*advice[:1], *death.advice))
+    return replace(
+        death, advice=(*advice[:1], *(each for each in death.advice if not (advice and each == FIND_KEPT)))
+    )
 
 
 def _is_met(findings: list[Finding], risk: Finding) -> bool:

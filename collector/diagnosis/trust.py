@@ -18,6 +18,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
 from collector.store import ProcessKey
+from collector.units import listed
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
 
 #: Seconds, and batches, that an epoch's workers have to report once the epoch yields batches.
@@ -155,7 +156,7 @@ def _silent_workers(tables: RunTables, epoch: Epoch) -> Finding | None:
         confidence=0.95 if len(silent_rows) else 0.8,
         summary=(
             f"{reporting} of {len(pids)} workers of loader {loader} report; "
-            f"silent: {', '.join(str(worker) for worker in silent)}. Their fetches are not recorded."
+            f"silent: {listed(silent)}. Their fetches are not recorded."
         ),
         locus=Locus(
             host=key[0],

@@ -38,6 +38,8 @@ Other = TypeVar("Other")
 
 #: Most characters of a run's command in advice.
 _LONGEST_COMMAND = 200
+#: Words of the command of a built-in job after the interpreter.
+_JOB = ["-P", "-m", "training_harness.jobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ def diagnose(tables: RunTables) -> Verdict:
 def command_words(manifest: Mapping[str, Any]) -> str:
     """Return the command that `tidegauge run` started, as a shell takes it; COMMAND if it cannot be repeated so."""
     argv = list(map(str, manifest.get("argv") or ()))
+    if argv[1:4] == _JOB:
+        argv[0] = "python"  # Tidegauge gave the path of its own interpreter
     words = shlex.join(argv)
     is_whole = argv and manifest.get("command") and not any(HIDDEN in word for word in argv)
     return words if is_whole and len(words) <= _LONGEST_COMMAND and "`" not in words else "COMMAND"

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         exit_record as exit_record,
         exit_words as exit_words,
         finding_heading as finding_heading,
+        grouped as grouped,
         line_words as line_words,
         locus as locus,
         part as part,
@@ -85,7 +86,7 @@ _NAMES = {
     "labels": "label",
     "stack_listing": "frame_text heading",
     "wording": "ago bytes_growth check_words context count_growth decisive earlier_workers eta evidence_rows "
-    "exit_record exit_words finding_heading line_words locus part samples scope_words since site_words "
+    "exit_record exit_words finding_heading grouped line_words locus part samples scope_words since site_words "
     "slower_words stake stall subject title unexplained_end",
 }
 

@@ -18,7 +18,17 @@ from rich.text import Text
 
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import Advice, Evidence, Finding, Locus, Severity, as_json, finite
+from collector.findings import (
+    Advice,
+    AllocationSite,
+    Evidence,
+    Finding,
+    Locus,
+    Severity,
+    WaitingLine,
+    as_json,
+    finite,
+)
 from collector.report import labels, wording
 from collector.units import MISSING, after_steps, duration, is_known, number, percent, quantity, size
 
@@ -31,6 +41,8 @@ _MARKS: dict[Severity, tuple[str, str]] = {
 }
 #: Most processes in the card of a run that died.
 _LAST_PROCESSES = 5
+#: Most warnings in the card that are more than a heading; only the first one has its figures and all of its advice.
+_EXPLAINED = 3
 #: Unit of a step, if it is no optimizer step -> its plural.
 _STEPS = {"forward pass": "forward passes", "batch": "batches, no optimizer"}
 #: Share of step time outside the step from which a run is not called healthy.
@@ -69,10 +81,10 @@ def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str
         run_id: id of the run.
         name: name of the run.
         command: returns a command of Tidegauge for the run's home, from its words.
-        verbose: show every measurement, and the details of information too.
+        verbose: show each finding whole, with every measurement.
     """
     ways = [("Dashboard", command("dashboard"))]
-    if not verbose and any(_has_more(finding) for finding in verdict.findings):
+    if not verbose and verdict.findings:
         ways.insert(0, ("All figures", command("report", run_id, "--verbose")))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
@@ -80,7 +92,7 @@ def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str
         Text(),
         *_findings(verdict, verbose=verbose),
         *_exit_record(verdict),
-        *_happenings(verdict),
+        *_happenings(verdict, verbose=verbose),
         *_last_minute(verdict),
         _grid([("run", run_id), *figures(verdict)]),
         Text(),
@@ -128,7 +140,7 @@ def figures(verdict: Verdict) -> list[tuple[str, str]]:
             pairs.append(("slower", wording.slower_words(throughput["slowdown"])))
         pairs += [
             ("data wait", _data_wait(verdict)),
-            *_stall(verdict),
+            *([] if _explains_waiting(verdict) else _stall(verdict)),
             *_outside(verdict),
         ]
         if not verdict.workers_reporting[1]:
@@ -179,6 +191,10 @@ def _stall(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "stall", wording.stall(worst)
 
 
+def _explains_waiting(verdict: Verdict) -> bool:
+    return any(finding.group == "data loading" and finding.severity != "info" for finding in verdict.findings)
+
+
 def _has_trained(verdict: Verdict) -> bool:
     return bool(verdict.steps or verdict.batches)
 
@@ -190,13 +206,18 @@ def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
         yield Text(words, style="bold green" if words.startswith("✔") else "bold")
         yield Text()
     advised: dict[tuple[Advice, ...], str] = {}
-    for finding in verdict.findings:
+    for place, finding in enumerate(verdict.findings if verbose else wording.grouped(verdict.findings)):
         if finding.is_healthy and not (is_calm or verbose):
             continue  # it is among the checks
-        yield from _finding(finding, advised.get(finding.advice), verbose=verbose)
-        yield Text()
-        if finding.severity != "info" or verbose:
+        yield heading(finding)
+        is_brief = not verbose and place > 0
+        if finding.severity == "info" and not verbose:
+            yield Padding(Text(finding.summary), (0, 0, 0, 2))
+        elif verbose or place < _EXPLAINED:
+            details = _details(finding, advised.get(finding.advice), verbose=verbose, is_brief=is_brief)
+            yield Padding(_grid(details), (0, 0, 0, 2))
             advised.setdefault(finding.advice, finding.kind)
+        yield Text()
 
 
 def calm_words(verdict: Verdict) -> str:
@@ -223,15 +244,6 @@ def _costs_more_than_waiting(verdict: Verdict) -> bool:
     return lost * (verdict.duration_seconds or 0.0) > waited
 
 
-def _finding(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield a finding; `adviser` is the kind of the finding above that gives the same advice."""
-    yield heading(finding)
-    if finding.severity == "info" and not verbose:
-        yield Padding(Text(finding.summary), (0, 0, 0, 2))
-    else:
-        yield Padding(_grid(list(_details(finding, adviser, verbose=verbose))), (0, 0, 0, 2))
-
-
 def heading(finding: Finding) -> Text:
     """Return the severity and the kind of a finding, and the one figure that says how much it matters."""
     mark, style = _MARKS[finding.severity]
@@ -243,10 +255,6 @@ def heading(finding: Finding) -> Text:
 def _checks(verdict: Verdict) -> Text:
     """Draw what was looked at without a finding, and what was not judged, with the reasons."""
     return Text("\n".join(filter(None, wording.check_words(verdict.checks))), style="dim")
-
-
-def _has_more(finding: Finding) -> bool:
-    return finding.severity == "info" or len(finding.evidence) > len(wording.decisive(finding))
 
 
 def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
@@ -262,15 +270,16 @@ def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
         yield Text()
 
 
-def _happenings(verdict: Verdict) -> Iterator[RenderableType]:
-    """Yield what happened in the last minute of a run that died."""
+def _happenings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield what happened in the last minute of a run that died, each in one line unless `verbose`."""
     if verdict.ending is None or not verdict.ending.happenings:
         return
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column()
     for happening in verdict.ending.happenings:
-        table.add_row(wording.ago(happening.seconds), Text(happening.text))
+        text = Text(happening.text, no_wrap=not verbose, overflow="ellipsis")
+        table.add_row(wording.ago(happening.seconds), text)
     yield _grid([("last 60 s", table)])
     yield Text()
 
@@ -281,6 +290,9 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     if not states:
         return
     table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_row("", "memory", "change", "last", style="dim")
     for state in states[:_LAST_PROCESSES]:
         rise = state["held_rise_bytes"]
         process = Locus(
@@ -290,8 +302,8 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
             worker=state["worker"],
             pid=state["pid"],
         )
-        activity = [] if state["step"] is None else [after_steps(state["step"] + 1)]
-        activity += [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
+        batch = [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
+        activity = batch if state["step"] is None else [after_steps(state["step"] + 1)]
         table.add_row(
             wording.locus(process),
             # Resident memory, where nothing else was read, counts shared pages in full.
@@ -304,16 +316,30 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     yield Text()
 
 
-def _details(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+def _details(
+    finding: Finding, adviser: str | None, *, verbose: bool, is_brief: bool
+) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the rows on a finding.
+
+    Args:
+        finding: the finding.
+        adviser: the kind of the finding above that gives the same advice.
+        verbose: whether each measurement is shown.
+        is_brief: whether only the reason, the first advice and the first line are.
+    """
+    most = 1 if is_brief else None
     yield "Why", finding.summary
     if finding.advice:
-        yield "Do", f"As for {adviser} above." if adviser else _advice(finding)
+        yield "Do", f"As for {adviser} above." if adviser else _advice(finding.advice, most)
     if finding.held_by:
-        yield "Held by", _beside(_allocation_sites(finding))
+        yield "Held by", _beside(_allocation_sites(finding.held_by[:most]))
     if finding.waits_in:
-        yield "Waits in", _beside(_waiting_lines(finding))
-    if finding.evidence:
-        yield "Figures", _evidence(finding.evidence if verbose else wording.decisive(finding))
+        yield "Waits in", _beside(_waiting_lines(finding.waits_in[:most]))
+    if is_brief:
+        return
+    figures = finding.evidence if verbose else [e for e in wording.decisive(finding) if not _says(finding, e)]
+    if figures:
+        yield "Figures", _evidence(figures)
     if verbose and finding.rate is not None:
         unit = finding.rate.unit
         low, high = quantity(finding.rate.low, unit), quantity(finding.rate.high, unit)
@@ -323,10 +349,15 @@ def _details(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterato
         yield "Limit", f"{limit}, {finding.limit.name}"
     if finding.eta is not None and finding.eta.mid_steps is not None:
         yield "To limit", wording.eta(finding.eta)
-    place, since = wording.locus(finding.locus), wording.since(finding)
-    yield "Where", ", ".join(filter(None, (place, since, f"confidence {percent(finding.confidence)}")))
-    if finding.fault:
-        yield "Cause", finding.fault
+    yield "Where", wording.scope_words(finding)
+
+
+def _says(finding: Finding, item: Evidence) -> bool:
+    """Return whether a finding's sentence has each word of a text among its evidence."""
+    value, sentence = (
+        {word.strip(".,:;()") for word in str(text).split()} for text in (item.value, finding.summary)
+    )
+    return isinstance(item.value, str) and value <= sentence
 
 
 def _evidence(evidence: Sequence[Evidence]) -> Group:
@@ -355,36 +386,40 @@ def _beside(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return table
 
 
-def _allocation_sites(finding: Finding) -> Iterator[tuple[str, str | Text]]:
+def _allocation_sites(sites: Sequence[AllocationSite]) -> Iterator[tuple[str, str | Text]]:
     """Yield the bytes of each site with its line, its callers and its objects."""
-    for site in finding.held_by:
+    for site in sites:
         yield wording.bytes_growth(site), site.site
         for words in (*(f"from {caller}" for caller in site.callers), wording.count_growth(site)):
             yield "", Text(words, style="dim")
-    yield "", Text(f"grown within {finding.held_by[0].window}", style="dim")
+    yield "", Text(f"grown within {sites[0].window}", style="dim")
 
 
-def _waiting_lines(finding: Finding) -> Iterator[tuple[str, str | Text]]:
+def _waiting_lines(lines: Sequence[WaitingLine]) -> Iterator[tuple[str, str | Text]]:
     """Yield the share of the awaited time of each line, with its source and its callers."""
-    for line in finding.waits_in:
+    for line in lines:
         yield percent(line.ratio), line.site
         if line.source:
             yield "", Text(line.source, style="bold", no_wrap=True, overflow="ellipsis")
         if context := wording.context(line):
             yield "", Text(context, style="dim")
-    yield "", Text(f"shares of {wording.samples(finding.waits_in[0])}", style="dim")
+    yield "", Text(f"shares of {wording.samples(lines[0])}", style="dim")
 
 
-def _advice(finding: Finding) -> Table:
+def _advice(advices: Sequence[Advice], most: int | None) -> Table:
+    """Draw the first advices, `most` of them, and how many more there are."""
     table = Table.grid(padding=(0, 1, 0, 0))
-    is_list = len(finding.advice) > 1
-    for position, advice in enumerate(finding.advice, start=1):
+    shown = advices[:most]
+    is_list = len(shown) > 1
+    for position, advice in enumerate(shown, start=1):
         rows = (
             (f"{position}.", Text.assemble(f"{advice.text.removesuffix('.')}. ", (f"[{advice.effect}]", "dim"))),
             ("", Text(f"→ {advice.expected}", "dim")),
         )
         for row in rows:
             table.add_row(*(row if is_list else row[1:]))
+    if len(shown) < len(advices):
+        table.add_row(Text(f"{len(advices) - len(shown)} more: see --verbose", "dim"))
     return table
 
 

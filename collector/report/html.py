@@ -113,7 +113,7 @@ def verdict_card(verdict: Verdict, *, run_id: str, name: str) -> str:
     from collector.report.card import calm_words, figures, headline  # the live card does without diagnosis
 
     urgent = [finding for finding in verdict.findings if finding.severity != "info"]
-    rest = [finding for finding in verdict.findings if finding.severity == "info" and not finding.is_healthy]
+    others = [finding for finding in verdict.findings if finding.severity == "info" and not finding.is_healthy]
     ending = wording.exit_record(verdict.ending.record) if verdict.ending is not None else []
     return _frame(
         f"<p><b>{escape(name)}</b> · {escape(headline(verdict).plain)}</p>",
@@ -123,7 +123,7 @@ def verdict_card(verdict: Verdict, *, run_id: str, name: str) -> str:
         *(
             f"<details><summary>{finding.severity}: {escape(wording.finding_heading(finding))}</summary>"
             f"{finding_box(finding)}</details>"
-            for finding in rest
+            for finding in wording.grouped(others)
         ),
         _table(figures(verdict)),
         *(f'<p class="quiet">{inline(words)}</p>' for words in wording.check_words(verdict.checks) if words),

@@ -147,7 +147,8 @@ LABELS = {
     "farewell_count": "exit handlers that ran",
     "worker_farewell_count": "exit handlers that ran",
     "worker_exit_code": "exit code of the worker",
-    "worker_alive": "worker alive",
+    "worker_alive": "worker still alive",
+    "alive": "still alive",
     "errors_count": "out-of-memory errors",
 }
 #: Words of evidence names, as people write them.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collector.findings import AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
@@ -29,6 +31,8 @@ _CONTEXT = (
     "batch_payload_bytes",
     "earlier_batch_payload_peak_bytes",
 )
+#: Figure in a sentence, with its unit.
+_FIGURE = re.compile(r"\d[\d,.]*(?:%| ?(?:[KMGT]?i?B|[mµn]?s|min|h)\b)?")
 #: Parts of a wait that are no stage, in words.
 _PARTS = {
     "other": "dataset code",
@@ -121,8 +125,7 @@ def slower_words(slowdown: Slowdown) -> str:
     """Return how much slower the steps became, and in which phase."""
     now, before = duration(slowdown["last_seconds"]), duration(slowdown["first_seconds"])
     more = duration(slowdown["phase_growth_seconds"])
-    phase = slowdown["phase"]
-    return f"a step takes {now}, at first {before}: {more} more {phase if 'waiting' in phase else f'in {phase}'}"
+    return f"a step takes {now}, at first {before}; {slowdown['phase']} grew most, by {more}"
 
 
 def part(name: str) -> str:
@@ -216,6 +219,24 @@ def stake(finding: Finding) -> str:
     if lost >= _LEAST_LOST_RATIO:
         return f"up to {percent(lost)} of the run's time"
     return "" if finding.rate is None else f"grows by {quantity(finding.rate.value, finding.rate.unit)}"
+
+
+def grouped(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, with information that several processes share once: sentences that differ in figures."""
+    groups: dict[object, list[Finding]] = {}
+    for place, finding in enumerate(findings):
+        words = _FIGURE.sub("", finding.summary)
+        alike = (finding.kind, finding.locus.loader, words) if finding.severity == "info" else place
+        groups.setdefault(alike, []).append(finding)
+    return [_for_all(*group) for group in groups.values()]
+
+
+def _for_all(finding: Finding, *others: Finding) -> Finding:
+    """Return a finding that also holds for the processes of others."""
+    if not others:
+        return finding
+    processes = "process" if len(others) == 1 else "processes"
+    return replace(finding, summary=f"{finding.summary} The same holds for {len(others)} other {processes}.")
 
 
 def decisive(finding: Finding) -> list[Evidence]:

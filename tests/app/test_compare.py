@@ -180,3 +180,9 @@ def test_data_wait_of_a_loop_without_steps_counts_its_batches(record, compare):
     evaluation = record(SHORT, lambda stream, values: None if stream == "step" else {})
     table = compare(record(SHORT), evaluation).dataframe[0].value.set_index("Figure")
     assert table.loc["Data wait", f"{short(evaluation)} (baseline)"].endswith("(n = 60)")
+
+
+def test_a_run_is_compared_with_the_one_before_of_the_same_script(record, compare):
+    first, _, again = record(SHORT), record(replace(SHORT, name="other")), record(SHORT)
+    page = compare(again)
+    assert page.multiselect(key="compare").value == [first]

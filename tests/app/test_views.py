@@ -340,8 +340,8 @@ def test_compare_page_shows_figures_and_settings_of_each_run(monkeypatch, tmp_pa
     at.switch_page("views/compare.py").run()
     newest, before, oldest, cuda = [run.name for run in sorted_runs(tmp_path)]
     newest, before, oldest, cuda = headings([newest, before, oldest, cuda], short=True)
-    table, settings = (frame.value for frame in at.dataframe)
-    assert table.columns.tolist() == ["Figure", f"{before} (baseline)", newest]  # unasked, the run before
+    table = at.dataframe[0].value
+    assert table.columns.tolist() == ["Figure", f"{oldest} (baseline)", newest]  # unasked, of the same script
     at.multiselect(key="compare").set_value([run.name for run in sorted_runs(tmp_path)[1:]]).run()
     table, settings = (frame.value.set_index(frame.value.columns[0]) for frame in at.dataframe)
     assert table.columns.tolist() == [f"{before} (baseline)", newest, oldest, cuda]

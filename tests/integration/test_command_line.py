@@ -229,6 +229,13 @@ def test_help_of_a_job_makes_no_run(home):
     assert not home.path.exists()
 
 
+def test_bad_input_to_a_job_is_one_line_and_makes_no_run(home, under_tidegauge):
+    done = under_tidegauge(home.path, "job", "fault", "UNKNOWN")
+    said = "tidegauge job fault: unknown fault 'UNKNOWN'; --list shows them; see tidegauge job fault --help\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert not list((home.path / "runs").iterdir())
+
+
 def test_collect_ingests_a_run_without_a_collector(run_attached, home):
     recorded = run_attached(
         ROOT / TRAINING[1], *TRAINING[2:], run_dir=layout.create_run(home.path, name="alone", argv=[])

@@ -53,5 +53,5 @@ class HeapGauge:
 
 
 def next_due_ns(now_ns: int, begun_cpu_ns: int, every_ns: int) -> int:
-    """Return when to take the next reading, from the thread's CPU time at the begin of this one."""
+    """Return when to take the next reading, from the thread's CPU time at the start of this one."""
     return now_ns + max(every_ns, _PAUSE_RATIO * (time.thread_time_ns() - begun_cpu_ns))

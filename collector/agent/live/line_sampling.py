@@ -42,7 +42,7 @@ class LineSampler:
     """Decides when stacks are worth their cost, and takes them in a thread.
 
     Args:
-        always: sample from the begin of the training on; else once a warning stands.
+        always: sample from the start of the training; else once a warning stands.
         record: takes one series; raises StackError if stacks cannot be read.
 
     Attributes:

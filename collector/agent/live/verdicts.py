@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 120.0
 
 
 def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> float:
-    """Return the time from the begin of one verdict to the begin of the next.
+    """Return the time from the start of one verdict to the start of the next.
 
     Args:
         cost_seconds: CPU time of the last one.

@@ -59,7 +59,7 @@ class Death:
 #: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice.
 _HANG_ADVICE = {
     "blocked on a lock": Advice(
-        text="Look who else holds the lock at that line; if it was made before the workers were forked, make it in "
+        text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
         "worker_init_fn, or use multiprocessing_context='forkserver'",
         expected="no process waits for a lock whose holder is gone, as after fork() of a process with threads",
     ),
@@ -213,6 +213,12 @@ def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 #: Advice on a process that the kernel killed for lack of memory, if it leaked.
 FIX_LEAK = Advice(text="Fix {kind} first: this process grew until it was killed", expected="its growth stops")
+#: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
+FIND_KEPT = Advice(
+    text="Find what the training process keeps from step to step: batches, outputs or losses in a list, a cache "
+    "without bound. `tidegauge run --investigate -- COMMAND` names its lines if it grows for a minute or more",
+    expected="it needs no more memory than a few steps take",
+)
 OOM_KILL = Death(
     kind="host-oom-kill",
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",

@@ -16,11 +16,22 @@ import numpy.typing as npt
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.victims import Victim
-from collector.diagnosis.run.columns import MIB, SECOND_NS, between, floats, host_samples, peak
+from collector.diagnosis.run.columns import (
+    MIB,
+    SECOND_NS,
+    between,
+    finite,
+    floats,
+    held_bytes,
+    host_samples,
+    peak,
+    sampled,
+)
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.limit_owner import SLURM_REMEDY, LimitOwner, limit_owner
 from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import iterates, training_start_ns
 from collector.findings import Finding, Limit, fact
 from collector.units import size
 
@@ -30,6 +41,8 @@ _MARGIN_TICKS = 5
 _SHORT_RATIO = 0.85
 #: Share of the limit that the last samples have to show: the peak that kills may fall after them.
 _SLURM_RATIO = 0.9
+#: Share of a victim's memory that it took after its first step, from which it is called grown.
+_GROWN_RATIO = 0.25
 #: Seconds before the victim's last sign of life of which samples count.
 _LAST_SECONDS = 5.0
 
@@ -109,6 +122,9 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
     }
     death = catalogue.OOM_KILL_OF_WORKER if victim.locus.role == "worker" else catalogue.OOM_KILL
     owner = limit_owner(tables, host) if name == "cgroup" and "cgroup_oom_kill_count" in kills else None
+    grown = _grown_bytes(tables, victim)
+    if grown:
+        death = replace(death, advice=(catalogue.FIND_KEPT, catalogue.RAISE_LIMIT))
     finding = death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
@@ -121,11 +137,23 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         confidence=0.97 if "cgroup_oom_kill_count" in kills else 0.85,
         went_on=victim.went_on,
         what=victim.what,
-        last_held=f"; it last held {size(held)}" if held else "",
+        last_held=f"; it last held {size(held)}{f', {size(grown)} of it since training began' if grown else ''}"
+        if held
+        else "",
         the_limit=_limit_words(limit, owner),
         this_one=f" (this one {size(held)})" if held else "",
     )
     return finding if owner is None or owner.remedy is None else _with_remedy(finding, owner.remedy)
+
+
+def _grown_bytes(tables: RunTables, victim: Victim) -> float:
+    """Return by how much a training process grew after its first step, 0 if that is a small part of its memory."""
+    if victim.key is None or victim.locus.role != "main" or not iterates(tables, victim.key):
+        return 0.0
+    rows = sampled(tables, victim.key)
+    held = finite(held_bytes(rows)[floats(rows, "time_ns") >= training_start_ns(tables, victim.key)])
+    grown = float(held[-1] - held[0]) if len(held) else 0.0
+    return grown if grown >= _GROWN_RATIO * held[-1:].sum() else 0.0
 
 
 def _limit_words(limit_bytes: float, owner: LimitOwner | None) -> str:

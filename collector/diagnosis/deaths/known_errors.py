@@ -186,6 +186,16 @@ _KERNEL = Cause(
     ),
     fault="your code",
 )
+_UNEQUAL_SAMPLES = Cause(
+    advice=(
+        Advice(
+            text="Give all samples one size in the dataset (pad, crop or resize), or pass a collate_fn that pads "
+            "each batch",
+            expected="the samples of a batch can be stacked",
+        ),
+    ),
+    fault="your code",
+)
 _DISK = Cause(
     sentence=" A file could not be written in full.",
     advice=(
@@ -258,6 +268,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
         (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _always(_DISK)),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _always(_KERNEL)),
+        (r"stack expects each tensor to be equal size", _always(_UNEQUAL_SAMPLES)),
         (r"DataLoader timed out", _timeout),
         (r"finished its bootstrapping phase", _always(_MAIN_GUARD)),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),

@@ -14,6 +14,7 @@ from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.run.training import step_at
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
+from collector.units import listed
 
 #: Killed workers of one loader above which they share one finding.
 _MAX_SEPARATE = 3
@@ -113,7 +114,7 @@ def merge_workers(victims: Sequence[Victim]) -> list[Victim]:
 
 def _merge(group: Sequence[Victim]) -> Victim:
     example = next((victim for victim in group if victim.signal is not None), group[0])
-    pids = ", ".join(str(victim.locus.pid) for victim in group)
+    pids = listed(victim.locus.pid for victim in group)
     return dataclasses.replace(
         example,
         what=f"{len(group)} workers of loader {example.locus.loader} (pids {pids})",

@@ -21,5 +21,5 @@ from collector.diagnosis.loading.waiting_lines import (
 from collector.diagnosis.loading.worker_lanes import (
     Lanes as Lanes,
     lanes as lanes,
-    waits_by_position as waits_by_position,
+    waits_by_worker as waits_by_worker,
 )

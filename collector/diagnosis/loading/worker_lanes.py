@@ -32,20 +32,19 @@ class Lanes:
     bars: pd.DataFrame
 
 
-def waits_by_position(breakdown: WaitBreakdown) -> pd.DataFrame:
-    """Sum up the waits by position in the round and by the worker that DataLoader recorded.
+def waits_by_worker(breakdown: WaitBreakdown) -> pd.DataFrame:
+    """Sum up the waits by the worker that DataLoader recorded.
 
     Returns:
-        position (index modulo num_workers), worker, n, mean_ms, p95_ms, and ratio of all waiting; without the first
-        batches of each epoch, for which the queues were empty.
+        worker, n, mean_ms, p95_ms, and ratio of all waiting; without the first batches of each epoch, for which the
+        queues were empty.
     """
     rows = breakdown.waits[breakdown.waits["index"] >= breakdown.loop.ramp]
-    position = rows["index"] % max(breakdown.loop.num_workers, 1)
-    waits = (rows["wait_ns"] / MS_NS).groupby([position.rename("position"), rows["worker"]])
+    waits = (rows["wait_ns"] / MS_NS).groupby(rows["worker"])
     columns = {"n": waits.count(), "mean_ms": waits.mean(), "p95_ms": waits.quantile(0.95), "total": waits.sum()}
     sums = pd.DataFrame(columns).reset_index()
     sums["ratio"] = sums["total"] / max(sums.pop("total").sum(), 1e-9)
-    return sums.astype({"position": int, "worker": int})
+    return sums.astype({"worker": int})
 
 
 def lanes(breakdown: WaitBreakdown, rounds: int = ROUNDS) -> Lanes | None:

@@ -56,7 +56,7 @@ from collector.diagnosis.run.training import after_training, iterates, steps_wit
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
-from collector.units import size
+from collector.units import listed, size
 from training_harness.records import UNIT_OPTIMIZER
 
 #: Times (seconds) and values of a measurement that is read seldom.
@@ -382,7 +382,7 @@ def _young_loader(of_workers: Mapping[int, GrowingUse]) -> Finding:
 
 def _subject(of_workers: Collection[int], use: Use, verb: str) -> str:
     """Return subject and verb of a sentence on some workers of a loader."""
-    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
+    workers = f"{listed(sorted(of_workers))} of loader {use.locus.loader}"
     return f"Worker {workers} {verb}s" if len(of_workers) == 1 else f"Workers {workers} each {verb}"
 
 
@@ -401,7 +401,7 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
     leaks = unbounded or [*candidates.values()]
     total = _total([leak.rate for leak in leaks])
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
-    most, names, are_several = max(leaks, key=_rise), ", ".join(map(str, workers)), len(workers) > 1
+    most, names, are_several = max(leaks, key=_rise), listed(workers), len(workers) > 1
     finding = leak_finding(
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
         most,

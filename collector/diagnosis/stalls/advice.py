@@ -49,7 +49,7 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
     if limit.by in ("oversubscribed", "affinity"):
         return _advise_cores(limit, loop.num_workers, cores, case.steady.capacity_ratio)
     if not loop.num_workers:
-        also = " (and persistent_workers=True if there are several epochs)"
+        also = ", persistent_workers=True" if loop.batches["epoch"].nunique() > 1 else ""
         return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also + condition)
     if isinstance(outlook, Forecast) and outlook.measured.shared:
         return (
@@ -179,13 +179,14 @@ def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str =
 
 def _expected(outlook: Forecast, option: Option) -> str:
     words = (
-        f"{option_text(option)}; now {number(outlook.measured.batches_per_second)}. "
+        f"now {number(outlook.measured.batches_per_second)}, then {option_text(option)}. "
         f"Waiting for data: {percent(option.wait_ratio)} of the time"
     )
     now = outlook.current.memory_bytes
     if math.isfinite(option.memory_bytes):
-        most = f"up to {size(option.most_bytes)} with full queues"
-        return f"{words}; host memory about {size(option.memory_bytes)} ({most}) instead of {size(now)}"
+        usual, most = size(option.memory_bytes), size(option.most_bytes)
+        full = f", {most} with full queues" if most != usual else ""
+        return f"{words}. Host memory: now {size(now)}, then about {usual}{full}"
     if math.isfinite(now):
-        return f"{words}; host memory {size(now)} plus that of each worker, which is not known yet"
+        return f"{words}. Host memory: {size(now)} plus that of each worker, which is not known yet"
     return words

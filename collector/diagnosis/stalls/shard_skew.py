@@ -15,9 +15,12 @@ from collector.diagnosis.stalls.case import loop_locus
 from collector.diagnosis.stalls.cost import confidence
 from collector.diagnosis.stalls.epoch_start import RECENT_EPOCHS
 from collector.findings import Advice, Finding, measurements
+from collector.units import listed
 
 #: Whole epochs of a map-style dataset that show that workers stay without a batch.
 _MIN_EPOCHS = 2
+#: Most workers that a sentence lists.
+_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ def idle_workers_finding(loop: Loop, idle: list[int]) -> Finding:
     at_work, epochs = loop.num_workers - len(idle), loop.batches["epoch"].nunique()
     is_iterable = bool(loop.setting.get("iterable"))
     reason = "the dataset gives them no samples" if is_iterable else f"an epoch has at most {at_work} batches"
-    names = ", ".join(map(str, idle[:8])) + (" and more" if len(idle) > 8 else "")
+    names = listed(idle if len(idle) <= _NAMES else [*idle[:_NAMES], "more"])
     fewer = Advice(
         text=f"Set num_workers={at_work}",
         expected=f"the same batches, with {len(idle)} processes and their memory fewer",

@@ -303,7 +303,7 @@ def _sum_by_role(table: pd.DataFrame, width: int) -> pd.DataFrame:
 
     Args:
         table: one row per process and bucket with a sample, in order of the buckets: process, role, bucket, v (the
-            value), at_ns (its time since the begin of the grid), first_ns (time of the first sample), alive.
+            value), at_ns (its time since the start of the grid), first_ns (time of the first sample), alive.
         width: of a bucket (ns).
     """
     count = 0 if table.empty else int(table["bucket"].max()) + 1

@@ -72,7 +72,7 @@ def test_hanging_verdict_is_killed(world, hanging_program, monkeypatch):
 
 def test_kernel_kills_a_verdict_before_the_training(world, hanging_program):
     world.begin()
-    wait_for(hanging_program.exists, "the begin of the verdict")
+    wait_for(hanging_program.exists, "the start of the verdict")
     pid = world.outlook._child.pid
     wait_for(lambda: Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n", "the word to the kernel")
     assert world.outlook.anon_bytes > 0
@@ -82,7 +82,7 @@ def test_kernel_kills_a_verdict_before_the_training(world, hanging_program):
 
 def test_end_of_the_run_does_not_wait_for_a_verdict(world, hanging_program):
     world.begin()
-    wait_for(hanging_program.exists, "the begin of the verdict")
+    wait_for(hanging_program.exists, "the start of the verdict")
     world.outlook.close()
 
     assert "verdict" not in [thread.name for thread in threading.enumerate()]

@@ -74,11 +74,11 @@ def _charts():
     heat = pd.DataFrame({"rank": np.nan, "worker": [0, 1], "elapsed_seconds": 0.0, "fetch_ms": [1.0, 2.0], "n": 1})
     queue = {name: _lines([1.0, 2.0]) for name in ("parked", "ready", "outstanding")}
     wait = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "n": 1, "median_ms": 2.0, "p95_ms": 2.0, "longest_ms": 2.0})
-    fold = pd.DataFrame({"position": [0, 1], "worker": [0, 2], "n": 9, "mean_ms": [1.0, 40.0], "p95_ms": 50.0})
+    waits = pd.DataFrame({"worker": [0, 2], "n": 9, "mean_ms": [1.0, 40.0], "p95_ms": 50.0, "ratio": [0.1, 0.9]})
     costs = pd.DataFrame({"stage": ["decode", "other"], "batch_ms": [30.0, 2.0], "cpu_ratio": [0.9, np.nan]})
     return {
         "lanes": workers.lanes(_lanes(), LIGHT, begin_seconds=7.0),
-        "fold": workers.waits_by_position(fold.assign(ratio=[0.1, 0.9]), LIGHT),
+        "waits by worker": workers.waits_by_worker(waits, LIGHT),
         "costs": workers.costs(costs, LIGHT, batches_count=1200),
         "exposed": workers.awaited_stages(_STALL, LIGHT),
         "by role": memory.by_role(
@@ -120,7 +120,7 @@ def _charts():
         ("causes", ("share of time (%)", "worker (id)")),
         ("heat", ("elapsed (s)", "worker (id)")),
         ("lanes", ("time in the window (ms)", "")),
-        ("fold", ("position in the round: worker (id)", "wait (ms)")),
+        ("waits by worker", ("worker (id)", "wait (ms)")),
         ("costs", ("time per batch (ms)", "")),
         ("exposed", ("waited for (s)", "")),
     ],
@@ -145,8 +145,8 @@ def test_timeline_and_round_name_the_awaited_worker():
         ["worker 0"],
     ]
     assert "30 ms of it for batches of worker 1" in charts["lanes"].takeaway
-    assert list(charts["fold"].figure.data[0].x) == ["0", "1: worker 2"]
-    assert "Worker 2 has 90%" in charts["fold"].takeaway
+    assert list(charts["waits by worker"].figure.data[0].x) == ["0", "2"]
+    assert "Worker 2 has 90%" in charts["waits by worker"].takeaway
 
 
 def test_stage_costs_are_split_by_cpu_and_waits_by_stage():
@@ -246,6 +246,13 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
     assert np.isnan(line.x[2])
     assert (mark.marker.symbol, list(mark.x)) == ("triangle-up", [2.0])
     assert "1 worker restarts" in chart.caption
+
+
+def test_a_short_run_whose_collector_never_lagged_has_no_words_on_lag():
+    lines = {"interval": _lines([1.0, 1.0]), "lag": _lines([])}
+    assert samples.collector_timing(lines, LIGHT).caption == "Longest interval 1 s of 2 samples."
+    lines["lag"] = _lines([4.0])
+    assert "longest lag 4 s of 1 samples. The lag falls" in samples.collector_timing(lines, LIGHT).caption
 
 
 def test_line_has_a_gap_where_samples_are_missing():
@@ -375,6 +382,13 @@ def test_epochs_are_ticks_and_are_named_where_there_is_room():
     assert lines[0][1] < 0.1
     assert [(label.x, label.text) for label in labels] == [(1.0, "epoch 2"), (20.0, "epoch 4")]
     assert chart.caption == ""
+
+
+def test_names_of_epochs_do_not_overlap_on_a_phone():
+    """The figure is some 260 pixels wide there, and `epoch 0` with its edge takes 40."""
+    _, lines, labels = _with_marks(_usage_chart(260.0), epochs=[30.0, 68.0, 110.0])
+    assert len(lines) == 3
+    assert [label.text for label in labels] == ["epoch 0", "epoch 2"]
 
 
 def test_too_many_epochs_are_counted_in_the_caption():

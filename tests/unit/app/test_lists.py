@@ -76,6 +76,15 @@ def test_a_loader_that_cannot_be_judged_is_on_the_page_of_its_waits():
     assert not has_finding(pages.AGENT_HEALTH, unclear)
 
 
+@pytest.mark.parametrize(("kind", "path"), [("hang", "worker-stalls"), ("host-oom-kill", "leak-timeline")])
+def test_an_end_is_also_on_the_page_that_would_call_its_subject_fine(kind, path):
+    evidence = measurements(1, "run", first_count=1, second_count=1)
+    end = Finding(kind=kind, severity="critical", confidence=1.0, summary="", evidence=evidence)
+
+    assert evidence_page(end).path == "post-mortem"
+    assert [one.path for one in PAGES if has_finding(one, end)].count(path) == 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
 def test_a_page_has_a_section_with_its_question(page):
     view = importlib.import_module(f"app.views.{page.module}").VIEW

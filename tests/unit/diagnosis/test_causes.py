@@ -452,7 +452,7 @@ def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others(
     found = {finding.kind: finding for finding in find_stalls(script.tables())}
     idle = found["idle-workers"]
     assert idle.severity == "info"
-    assert "2 of 4 workers of loader 0 never made a batch (workers 2, 3)" in idle.summary
+    assert "2 of 4 workers of loader 0 never made a batch (workers 2 and 3)" in idle.summary
     assert idle.advice[0].text == "Set num_workers=2"
     assert "at least 4 shards" in idle.advice[1].text
     assert "workers-too-slow" in found

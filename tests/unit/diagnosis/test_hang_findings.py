@@ -22,8 +22,10 @@ from stack_events import (
     process,
 )
 
+from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.deaths.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
+from collector.findings import Finding, Locus, measurements
 from training_harness.records import ROLE_OTHER
 
 OTHER_RANK = ("node", 200, 5100)
@@ -88,6 +90,22 @@ def test_data_loading_is_not_called_fine_where_a_worker_hangs():
     script = stacks(training(batches=100), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
     statuses = {check.name: check.status for check in diagnose(script.tables()).checks}
     assert statuses["data loading"] == statuses["how the run ended"] == "finding"
+
+
+@pytest.mark.parametrize(("loader", "stays"), [(0, False), (1, True)])
+def test_a_loader_is_not_called_healthy_where_its_worker_hangs(loader, stays):
+    hang = only(stacks(training(batches=100), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK)))
+    locus = Locus(host="node", role="main", loader=loader)
+    healthy = Finding(
+        kind="compute-bound",
+        severity="info",
+        confidence=1.0,
+        summary="It keeps up.",
+        locus=locus,
+        evidence=measurements(9, "run", wait_ratio=0.01, idle_ratio=0.4),
+    )
+    assert healthy.is_healthy
+    assert (healthy in without_consequences([hang, healthy])) == stays
 
 
 def test_a_dump_that_failed_does_not_hide_the_culprit():

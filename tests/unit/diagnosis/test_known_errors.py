@@ -72,6 +72,12 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
             "",
             "Check the room and the quota",
         ),
+        (
+            "RuntimeError",
+            "stack expects each tensor to be equal size, but got [64] at entry 0 and [65] at entry 20",
+            "",
+            "Give all samples one size",
+        ),
         ("RuntimeError", "DataLoader timed out after 5 seconds", "", "Run `tidegauge stacks`"),
         (
             "AttributeError",

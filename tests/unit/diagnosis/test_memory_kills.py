@@ -102,6 +102,24 @@ def test_a_job_killed_at_slurms_own_limit_died_for_lack_of_memory(slurm, limit, 
         assert any("sbatch --mem" in advice.text for advice in found[0].advice)
 
 
+@pytest.mark.parametrize(
+    ("held", "grows"), [([300, 300, 300, 300, 590, 800], True), ([760] * 3 + [800] * 3, False)]
+)
+def test_a_kill_after_a_short_growth_says_how_much_and_where_to_look(held, grows):
+    """Six samples are too few for a leak, and no reason to call the memory of the process fine."""
+    script, count = training(), len(held)
+    seconds, values = [START_SECONDS + 0.5 * n for n in range(count)], [each * MIB for each in held]
+    counts = [0] * (count - 1) + [1]
+    sample_host(script, seconds, demand=[1000 * MIB] * count, limit=1024 * MIB, cgroup_oom_kill_count=counts)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=values, rss=values)
+    script.now_seconds = seconds[-1] + 0.5
+    verdict = diagnose(end_run(end_workers(script), -9).tables())
+    (kill,) = [finding for finding in verdict.findings if finding.kind == "host-oom-kill"]
+    assert ("it last held 800 MiB, 500 MiB of it since training began, the limit" in kill.summary) == grows
+    assert kill.advice[0].text.startswith("Find what the training process keeps") == grows
+    assert [each.status for each in verdict.checks if each.name == "training process's memory"] == ["finding"]
+
+
 def test_earlier_oom_kills_are_not_blamed():
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
     end_run(end_training(end_workers(script, 0)), 1)

@@ -394,7 +394,7 @@ def test_advice_has_throughput_and_memory():
     assert "num_workers=" in advice.text
     assert "prefetch_factor=" in advice.text
     assert "batches/s (" in advice.expected
-    assert "host memory about" in advice.expected
+    assert "Host memory: now " in advice.expected
     assert "with full queues" in advice.expected
 
 

@@ -105,7 +105,7 @@ def test_caches_of_a_loaders_workers_are_one_finding():
     [found] = judged(workers=cache(2.2))
 
     assert (found.kind, found.severity, found.locus.loader) == ("bounded-growth", "info", 0)
-    assert found.summary.startswith("Workers 0, 1 of loader 0 each fill")
+    assert found.summary.startswith("Workers 0 and 1 of loader 0 each fill")
 
 
 @pytest.mark.parametrize(("fill", "seed", "kinds"), [(2.1, 6, ["bounded-growth"]), (1.5, 8, [])])

@@ -332,6 +332,14 @@ def test_inline_loading_is_named_with_the_workers_it_needs():
     assert "num_workers=3" in found[0].advice[0].text
 
 
+@pytest.mark.parametrize(("epochs", "persists"), [(1, False), (3, True)])
+def test_workers_stay_between_epochs_where_the_run_has_several(epochs, persists):
+    found = verdict(
+        workers=0, prefetch=0, service=jittered(0.025), consumer=jittered(0.01), batches=60, epochs=epochs
+    )
+    assert ("persistent_workers=True" in found[0].advice[0].text) == persists
+
+
 def test_tiny_data_is_better_off_without_workers():
     found = verdict(workers=0, prefetch=0, service=jittered(0.0002), consumer=jittered(0.0005), batches=300)
     assert [(f.kind, f.severity) for f in found] == [("inline-loading", "info")]

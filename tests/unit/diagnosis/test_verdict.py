@@ -30,6 +30,11 @@ def test_empty_live_run_has_no_findings():
     ("manifest", "words"),
     [
         ({"argv": ["python", "train.py", "--lr", "0.1"]}, "python train.py --lr 0.1"),
+        (
+            {"argv": ["/opt/bin/python3.11", "-P", "-m", "training_harness.jobs", "fault", "slow-worker"]},
+            "python -P -m training_harness.jobs fault slow-worker",
+        ),
+        ({"argv": ["/opt/bin/python3.11", "train.py"]}, "/opt/bin/python3.11 train.py"),
         ({"argv": ["python", "train.py", "--token=***"]}, "COMMAND"),
         ({"argv": ["python", "train.py", *map(str, range(100))]}, "COMMAND"),
         ({"argv": ["python", "notebook"], "command": None}, "COMMAND"),

@@ -15,7 +15,7 @@ from collector.diagnosis.loading.wait_breakdown import (
     UNKNOWN,
     wait_breakdowns,
 )
-from collector.diagnosis.loading.worker_lanes import lanes, waits_by_position
+from collector.diagnosis.loading.worker_lanes import lanes, waits_by_worker
 from collector.diagnosis.tuning.stage_speedup import speed_ups, wait_summaries
 from collector.report.wording import stall
 from collector.store.queries import Reach
@@ -218,13 +218,13 @@ def test_longest_waiting_loop_is_first_in_the_summaries():
     assert np.isfinite(busy["wait_ratio"])
 
 
-def test_slow_worker_stands_out_in_round_and_timeline():
+def test_slow_worker_stands_out_among_the_waits_and_in_the_timeline():
     script = simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])})
     seen = only_breakdown(script)
-    folded = waits_by_position(seen)
-    assert folded["worker"].tolist() == folded["position"].tolist() == [0, 1, 2, 3]
-    assert folded["n"].sum() == 300 - seen.loop.ramp
-    assert folded.set_index("worker").loc[1, "ratio"] > 0.95
+    waits = waits_by_worker(seen)
+    assert waits["worker"].tolist() == [0, 1, 2, 3]
+    assert waits["n"].sum() == 300 - seen.loop.ramp
+    assert waits.set_index("worker").loc[1, "ratio"] > 0.95
     shown = lanes(seen, rounds=3)
     bars = shown.bars
     length_ms = (shown.end_ns - shown.begin_ns) / 1e6

@@ -98,7 +98,7 @@ def test_growth_of_two_workers_is_one_finding():
     [found] = short_run(np.zeros_like, workers=straight(0.9), seconds=15)
 
     assert (found.kind, found.severity, found.locus.loader) == ("cannot-tell", "info", 0)
-    assert found.summary.startswith("Workers 0, 1 of loader 0 each grow by")
+    assert found.summary.startswith("Workers 0 and 1 of loader 0 each grow by")
 
 
 @pytest.mark.parametrize(

@@ -137,28 +137,67 @@ def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool =
 
 
 def test_card_has_the_run_its_findings_and_the_next_command():
-    text = card(verdict(HOST_RISK, SLOW_WORKER))
+    text = card(verdict(SLOW_WORKER))
     assert "20261121-101500-demo-1a2b" in text
     assert "finished, exit status 0 · 61 s · 1,200 steps · 4 of 4 workers" in text
     assert "19.6 steps/s" in text
     assert "31%" in text
     assert "1.9 GiB" in text
-    stall = "19 s (decode 80%, transfer to main process 19%), hardly any if decode took 14 ms per batch"
-    assert f"{stall} instead of 35 ms" in " ".join(text.split())
-    assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
-    assert "worker 1 of loader 0, rank 0, after 14 steps" in text
+    assert "worker 1 of loader 0, rank 0 · after 14 steps · confidence 97%" in text
     assert "fetch time / that of the others" in text
     assert "2.94x" in text
     assert "n = 300, steps 20-1200" in text
     assert "38 ms" in text
-    assert "training process, rank 0, pid 4711" in text
-    assert "4 GiB, cgroup" in text
-    assert "host-oom-risk: 12 min to the limit" in text
-    assert "To limit   12 min (10 min to never), about 8,000 steps" in text
     assert "Checked and fine: open files." in text
     assert "Not judged: GPU memory (no GPU in use)." in text
     assert "Look at what worker 1 reads." in text
     assert text.rstrip().endswith("tidegauge dashboard")
+
+
+def test_card_of_a_forecast_has_its_limit_and_the_time_to_it():
+    text = card(verdict(HOST_RISK))
+    assert "training process, rank 0, pid 4711" in text
+    assert "4 GiB, cgroup" in text
+    assert "host-oom-risk: 12 min to the limit" in text
+    assert "To limit   12 min (10 min to never), about 8,000 steps" in text
+
+
+def test_card_of_many_warnings_is_whole_on_the_gravest_one_alone():
+    do = [Advice(text=f"Do number {n}.", expected=f"effect {n}") for n in range(4)]
+    kinds = ("slow-worker", "collate-bound", "epoch-refill", "shard-skew")
+    many = [
+        dataclasses.replace(SLOW_WORKER, kind=kind, summary=f"{kind} is so.", advice=(first, do[3]))
+        for kind, first in zip(kinds, do, strict=True)
+    ]
+    text, whole = card(verdict(HOST_RISK, *many)), card(verdict(HOST_RISK, *many), verbose=True)
+    assert "4 GiB, cgroup" in text
+    assert [f"{kind} is so." in text for kind in kinds] == [True, True, False, False]
+    assert all(f"WARNING  {kind}" in text for kind in kinds)
+    assert ("effect 1" in text, "effect 3" in text, "1 more: see --verbose" in text) == (True, False, True)
+    assert "worker 1 of loader 0" not in text
+    assert whole.count("worker 1 of loader 0") == len(kinds)
+    assert "effect 3" in whole
+    assert len(text.splitlines()) < 40
+
+
+def test_card_has_what_the_loop_waited_for_unless_a_finding_says_so():
+    stall = (
+        "19 s (decode 80%, transfer to main process 19%), hardly any if decode took 14 ms per batch instead of 35"
+    )
+    assert stall in " ".join(card(verdict(HOST_RISK)).split())
+    assert "decode 80%" not in card(verdict(SLOW_WORKER))
+
+
+def test_information_that_several_processes_share_is_one_line():
+    texts = ("It waits 7.3% of its time, 191 µs per batch.", "It waits 12% of its time, 1.2 ms per batch.")
+    alike = [
+        dataclasses.replace(HEALTHY, kind="inline-loading", summary=text, locus=Locus(role="main", pid=pid))
+        for pid, text in enumerate((*texts, "It reads."))
+    ]
+    text = " ".join(card(verdict(*alike)).split())
+    assert f"{texts[0]} The same holds for 1 other process." in text
+    assert "12%" not in text
+    assert "It reads." in text
 
 
 def test_card_has_the_deciding_figures_and_all_of_them_on_request():
@@ -239,7 +278,7 @@ def test_card_of_steps_that_became_slower_says_so_and_has_no_all_clear():
     summary = verdict().summary
     known = summary | {"exposed_stall": [], "throughput": summary["throughput"] | {"slowdown": slowdown}}
     text = " ".join(card(verdict(HEALTHY, summary=known)).split())
-    assert "slower a step takes 90 ms, at first 30 ms: 50 ms more in backward" in text
+    assert "slower a step takes 90 ms, at first 30 ms; backward grew most, by 50 ms" in text
     assert "Nothing needs attention" not in text
 
 

@@ -9,6 +9,13 @@ from hypothesis import given, strategies as st
 from collector import units as quantities
 
 
+@pytest.mark.parametrize(
+    ("items", "words"), [([3], "3"), ([0, 1], "0 and 1"), (range(3), "0, 1 and 2")], ids=["one", "two", "three"]
+)
+def test_several_things_are_listed_as_in_a_sentence(items, words):
+    assert quantities.listed(items) == words
+
+
 @pytest.mark.parametrize("missing", [None, math.nan, pd.NA, pd.NaT, math.inf])
 @pytest.mark.parametrize("write", [quantities.size, quantities.number, quantities.percent, quantities.duration])
 def test_missing_value_is_a_dash_not_zero(write, missing):
