@@ -3,7 +3,7 @@
 There are four mechanisms, each with two measurements that must agree:
 
 - live tensors: their bytes and their number,
-- fragmentation of the allocator's cache: growing unused memory, and holes or failed allocations,
+- unused memory of the allocator's cache, and holes, failed allocations or the pools of CUDA graphs,
 - memory outside PyTorch: the driver's count for the run's processes, and for the whole device,
 - the cache of pinned host memory: its own gauges, and the resident memory of the process.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.memory import resources
@@ -31,7 +32,7 @@ from collector.diagnosis.memory.leak import (
 from collector.diagnosis.run.allocators import Allocator, devices
 from collector.diagnosis.run.columns import floats, sampled, seconds, while_training
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Finding, Locus, fact
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
@@ -50,8 +51,26 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
                 pinned.add(rank.key)  # the records of each device show the same cache
                 findings += cache
         if ranks:  # otherwise the memory that PyTorch holds is not known
-            findings += _outside(tables, Locus(host=host, device=device), samples, ranks)
+            place = Locus(host=host, device=device)
+            findings += _unrecorded(tables, place, samples) + _outside(tables, place, samples, ranks)
     return findings
+
+
+def is_split_known(ranks: list[Allocator], times: Floats) -> npt.NDArray[np.bool_]:
+    """Return at which times the allocators' records say how much of the driver's count is theirs.
+
+    A long evaluation takes no steps, so nothing is recorded while PyTorch reserves memory for it. A sample counts
+    if a later record shows that the reserved memory had not changed much.
+    """
+    covered, steady = np.ones(len(times), bool), np.ones(len(times), bool)
+    if ranks:
+        covered = times <= max(rank.seconds[-1] for rank in ranks)
+    for rank in ranks:
+        reserved, after = rank.column("reserved_bytes"), np.searchsorted(rank.seconds, times, side="right")
+        change = np.diff(reserved, prepend=reserved[:1], append=reserved[-1:])[after]
+        steady &= np.abs(change) < negligible_bytes(reserved)
+    both = covered & steady
+    return both if both.sum() >= MIN_POINTS else covered
 
 
 def use_of(tables: RunTables, rank: Allocator, series: str, values: Floats) -> Use:
@@ -97,12 +116,23 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
 
 
 def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
-    reserved = rank.column("reserved_bytes")
-    use = use_of(tables, rank, "unused", reserved - rank.column("active_bytes"))
+    """Return the growth of unused memory, or where PyTorch releases it at the limit, that of holes."""
+    reserved, split = rank.column("reserved_bytes"), rank.column("inactive_split_bytes")
+    unused = reserved - rank.column("active_bytes")
+    use = use_of(tables, rank, "unused", unused)
     trend = use.growth(negligible_bytes(reserved))
     if trend is None:
-        return []
-    holes = {"inactive_split_rise_bytes": (rank.seconds, rank.column("inactive_split_bytes"))}
+        use = use_of(tables, rank, "inactive_split", split)
+        trend = use.growth(negligible_bytes(reserved))
+        confirmed = witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)}) if trend is not None else ()
+        return (
+            [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
+            if trend and confirmed
+            else []
+        )
+    if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
+        return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]
+    holes = {"inactive_split_rise_bytes": (rank.seconds, split)}
     witnesses, steps = witnesses_of(trend, holes), retry_steps(rank, trend.since_seconds)
     if steps >= MIN_RETRY_STEPS:
         witnesses = (*witnesses, fact("alloc_retry_steps_count", steps, "same window", n=trend.n))
@@ -136,11 +166,21 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> list[Finding]:
     return [leak_finding(resource, GrowingUse(use, trend, witnesses))]
 
 
+def _unrecorded(tables: RunTables, locus: Locus, samples: pd.DataFrame) -> list[Finding]:
+    """Return the growth of processes of the run that do not record their allocator: it may be PyTorch's memory."""
+    used, recorded = (floats(samples, name) for name in ("process_used_bytes", "recorded_used_bytes"))
+    use = Use.of(tables, "unrecorded_processes", locus, seconds(samples), used - recorded)
+    trend = use.growth()
+    return [leak_finding(resources.UNRECORDED, GrowingUse(use, trend))] if trend is not None else []
+
+
 def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list[Allocator]) -> list[Finding]:
-    """Return the growth of used memory that PyTorch did not reserve, in the run's processes and on the device."""
-    times = seconds(samples)
+    """Return the growth of used memory that PyTorch is not known to reserve, in the run's processes."""
+    times, recorded = seconds(samples), floats(samples, "recorded_used_bytes")
+    recorded = np.where(np.isfinite(recorded), recorded, floats(samples, "process_used_bytes"))  # of an older run
     reserved = np.sum([rank.at(times, "reserved_bytes") for rank in ranks], axis=0)
-    run, whole_device = (floats(samples, name) - reserved for name in ("process_used_bytes", "used_bytes"))
+    reserved[~is_split_known(ranks, times)] = np.nan
+    run, whole_device = recorded - reserved, floats(samples, "used_bytes") - reserved
     has_run = bool(np.isfinite(run).any())
     use = Use.of(tables, "outside_pytorch", locus, times, run if has_run else whole_device)
     trend = use.growth()

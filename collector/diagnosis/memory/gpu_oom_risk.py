@@ -16,7 +16,7 @@ import pandas as pd
 
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO, Course, exhaustion_finding, full_finding
-from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps, use_of
+from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, is_split_known, retry_steps, use_of
 from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
@@ -85,11 +85,12 @@ def _whole_device(
             witnesses={**of_pytorch, "reserved_rise_bytes": reserved},
             peak_bytes=math.nan,
         )
+    is_known = is_split_known(ranks, times)
     of_device = {"device_used_rise_bytes": used} if ranks else {}
     return _Memory(
         what=what,
         limit=limit,
-        demand=Use.of(tables, "demand", locus, times, used - reserved + held),
+        demand=Use.of(tables, "demand", locus, times, np.where(is_known, used - reserved + held, np.nan)),
         witnesses={**of_pytorch, **of_device, "process_used_rise_bytes": run},
         peak_bytes=peak(used),
         used=used,
@@ -122,9 +123,11 @@ def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
         return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
     others = _confirmed(memory, {"other_processes_rise_bytes": memory.others}, trend)
     witnesses = others or _confirmed(memory, memory.witnesses, trend)
-    resource = (
-        resources.GPU_OF_OTHERS if others else resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
-    )
+    resource = resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
+    if others:
+        resource = resources.GPU_OF_OTHERS
+    elif [witness.name for witness in witnesses] == ["device_used_rise_bytes"]:
+        resource = resources.GPU_UNATTRIBUTED
     use = replace(demand, values=_use_at_limit(memory, trend, ranks))
     growing = GrowingUse(use, trend, witnesses)
     course = Course(what=memory.what, resource=resource, growing=growing, limit=limit)

@@ -33,6 +33,7 @@ from collector.diagnosis.run.columns import (
     seconds,
     step_at,
     step_numbers,
+    steps_within,
     training_end_ns,
     window_text,
     written,
@@ -185,9 +186,12 @@ class GrowingUse:
     @property
     def words(self) -> dict[str, str]:
         """Words for it in the sentences of a resource."""
-        if self.use.unit == "bytes":
-            return {"rise": size(self.trend.rise), "slope": size(self.trend.slope)}
-        return {"rise": count(self.trend.rise), "slope": number(self.trend.slope)}
+        if self.use.unit != "bytes":
+            return {"rise": count(self.trend.rise), "slope": number(self.trend.slope)}
+        # The rise and the steps cover the same time: steps may take longer now than before.
+        steps = steps_within(self.use.tables, self.use.key, *self.span_ns)
+        per_step = f", {size(self.trend.rise / steps)} per step" if math.isfinite(steps) else ""
+        return {"rise": size(self.trend.rise), "slope": size(self.trend.slope), "per_step": per_step}
 
     @property
     def rate(self) -> Rate:

@@ -142,6 +142,12 @@ def test_healthy_runs_have_no_growth_findings(name):
     assert warnings_of(recorded(name)) == {}
 
 
+def test_few_steps_are_not_enough_to_call_a_gpu_fine():
+    few = only_rows(recorded("late-optimizer"), "device_memory", lambda rows: rows["step"] < 5)
+    reasons = {check.name: (check.status, check.reason) for check in diagnose(few).checks}
+    assert reasons["GPU memory"] == ("not judged", "5 of the 12 steps needed")
+
+
 def test_pinned_memory_of_the_largest_batch_is_no_growth():
     """The cache of pinned memory and the process itself follow the reserved memory to its highest mark."""
     run = recorded("uneven-batches")
@@ -164,6 +170,7 @@ def test_growing_number_of_tensors_is_a_leak():
     leak = only_finding(run, "gpu-tensor-leak")
     assert leak.rate.value == pytest.approx(MIB * steps_per_second(run), rel=0.1)
     assert (leak.locus.device, leak.locus.pid) == (0, run.manifest["command"]["pid"])
+    assert re.search(r", 1(\.0\d)? MiB per step\.$", leak.summary), leak.summary
     assert leak.value_of("allocation_rise_count") == pytest.approx(
         leak.value_of("allocated_rise_bytes") / MIB, 0.01
     )
@@ -262,6 +269,46 @@ def test_failed_allocations_show_fragmentation_of_expandable_segments():
     assert "alloc_retry_steps_count" in {e.name for e in only_finding(failing, "gpu-fragmentation").evidence}
 
 
+def test_holes_that_stay_while_the_cache_is_released_are_fragmentation():
+    """At the limit PyTorch gives its free segments back, again and again: the unused memory is a sawtooth."""
+
+    def reserved(rows):
+        return rows["active_bytes"] + rows["inactive_split_bytes"] + rows["step"] % 100 * 4 * MIB
+
+    run = with_allocator(recorded(HOLES), reserved_bytes=reserved)
+    evidence = {item.name for item in only_finding(run, "gpu-fragmentation").evidence}
+    assert evidence == {"inactive_split_rise_bytes", "unused_rise_bytes"}
+
+
+def test_private_pools_that_grow_are_no_fragmentation_to_tune():
+    """Each captured CUDA graph keeps its pool: expandable segments would not help."""
+    pools = with_allocator(recorded(HOLES), private_pool_bytes=lambda rows: rise(rows, "reserved_bytes"))
+    grown = only_finding(pools, "gpu-fragmentation")
+    assert "CUDA graphs" in grown.summary
+    assert "expandable" not in " ".join(advice.text for advice in grown.advice)
+
+
+def test_growth_of_processes_without_records_is_not_called_a_library():
+    """A DataLoader worker that uses CUDA has tensors too, and no records."""
+    run = recorded(LIBRARY)
+    grown = rise(run.streams["device"], "process_used_bytes").fillna(0)
+    in_worker = with_driver(run, recorded_used_bytes=lambda rows: rows["process_used_bytes"] - grown)
+    [told] = find_device_growth(in_worker)
+    assert (told.kind, told.locus.device) == ("cannot-tell", 0)
+    assert "not recorded" in told.summary
+    assert kinds(with_driver(run, recorded_used_bytes=lambda rows: rows["process_used_bytes"]))[0] == (
+        "gpu-non-pytorch-growth"
+    )
+
+
+def test_memory_of_a_long_evaluation_is_not_called_a_library():
+    """It takes no steps, so PyTorch's records stay as they were while the driver counts more."""
+    run = at_last_step(recorded(TENSORS))
+    begin_ns = run.streams["step"]["time_ns"].quantile(0.3)
+    early = only_rows(run, "device_memory", lambda rows: rows["time_ns"] < begin_ns)
+    assert "gpu-non-pytorch-growth" not in kinds(early)
+
+
 def test_growth_outside_pytorch_is_found():
     run = recorded(LIBRARY)
     grown = only_finding(run, "gpu-non-pytorch-growth")
@@ -282,6 +329,14 @@ def test_pinned_cache_explains_the_growth_of_the_process():
     only_finding(run, "pinned-cache-growth")
     assert set(warnings_of(run)) == {"pinned-cache-growth"}
     assert "main-heap-leak" in warnings_of(with_host_growth(run, "pinned_allocated_bytes", 3))
+
+
+def test_pinned_memory_in_use_is_named():
+    run = with_allocator(recorded(PINNED), pinned_active_bytes=lambda rows: rows["pinned_allocated_bytes"])
+    leak = warnings_of(run)["main-heap-leak"]
+    assert "pinned" in leak.summary
+    assert "pin_memory" in leak.advice[0].text
+    assert leak.value_of("pinned_active_rise_bytes") >= 0.5 * leak.value_of("resident_rise_bytes")
 
 
 def test_pinned_cache_without_process_growth_is_not_claimed():
@@ -307,6 +362,14 @@ def test_cache_is_no_demand():
     run = with_allocator(recorded(HOLES), inactive_split_bytes=0)
     full = with_driver(run, total_bytes=lambda rows: rows["used_bytes"].max() + 10 * MIB)
     assert find_device_risk(full) == []
+
+
+def test_forecast_of_growth_that_nobody_owns_names_both_owners():
+    hidden = with_hidden_processes(recorded(LIBRARY))
+    [risk] = find_device_risk(hidden)
+    assert "another job" in risk.advice[0].text
+    [owned] = find_device_risk(with_hidden_processes(recorded(TENSORS)))
+    assert "another job" not in owned.advice[0].text
 
 
 def test_total_memory_that_pytorch_reports_is_no_share():
