@@ -59,18 +59,15 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
 def is_split_known(ranks: list[Allocator], times: Floats) -> npt.NDArray[np.bool_]:
     """Return at which times the allocators' records say how much of the driver's count is theirs.
 
-    A long evaluation takes no steps, so nothing is recorded while PyTorch reserves memory for it. A sample counts
-    if a later record shows that the reserved memory had not changed much.
+    A long evaluation takes no steps, so nothing is recorded while PyTorch reserves memory for it, perhaps as
+    cache. A sample counts unless the next record shows that the reserved memory had changed.
     """
-    covered, steady = np.ones(len(times), bool), np.ones(len(times), bool)
-    if ranks:
-        covered = times <= max(rank.seconds[-1] for rank in ranks)
+    steady = np.ones(len(times), bool)
     for rank in ranks:
         reserved, after = rank.column("reserved_bytes"), np.searchsorted(rank.seconds, times, side="right")
         change = np.diff(reserved, prepend=reserved[:1], append=reserved[-1:])[after]
         steady &= np.abs(change) < negligible_bytes(reserved)
-    both = covered & steady
-    return both if both.sum() >= MIN_POINTS else covered
+    return steady if steady.sum() >= MIN_POINTS else np.ones(len(times), bool)
 
 
 def use_of(tables: RunTables, rank: Allocator, series: str, values: Floats) -> Use:
@@ -179,7 +176,8 @@ def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list
     times, recorded = seconds(samples), floats(samples, "recorded_used_bytes")
     recorded = np.where(np.isfinite(recorded), recorded, floats(samples, "process_used_bytes"))  # of an older run
     reserved = np.sum([rank.at(times, "reserved_bytes") for rank in ranks], axis=0)
-    reserved[~is_split_known(ranks, times)] = np.nan
+    is_covered = times <= max(rank.seconds[-1] for rank in ranks)  # later it may be PyTorch that grows
+    reserved[~(is_covered & is_split_known(ranks, times))] = np.nan
     run, whole_device = recorded - reserved, floats(samples, "used_bytes") - reserved
     has_run = bool(np.isfinite(run).any())
     use = Use.of(tables, "outside_pytorch", locus, times, run if has_run else whole_device)

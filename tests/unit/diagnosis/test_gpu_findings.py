@@ -306,7 +306,7 @@ def test_memory_of_a_long_evaluation_is_not_called_a_library():
     run = at_last_step(recorded(TENSORS))
     begin_ns = run.streams["step"]["time_ns"].quantile(0.3)
     early = only_rows(run, "device_memory", lambda rows: rows["time_ns"] < begin_ns)
-    assert "gpu-non-pytorch-growth" not in kinds(early)
+    assert kinds(early) == ["gpu-tensor-leak", "gpu-oom-risk"]
 
 
 def test_growth_outside_pytorch_is_found():
@@ -442,6 +442,27 @@ def test_forecast_adds_peaks_within_steps():
     assert risk.eta.low_seconds <= sooner + every / steps_per_second(run)  # the next evaluation
     assert risk.eta.high_seconds >= sooner
     assert risk.eta.mid_seconds < without.eta.low_seconds
+
+
+def test_cache_of_evaluations_between_steps_is_no_demand():
+    """The driver counts it at once, and PyTorch's records show it only at the next step."""
+    run = recorded(TENSORS)
+    records = run.streams["device_memory"]
+    cache = records.assign(cache=300 * MIB * ((records["step"] + 15) // 60))
+
+    def used(rows):
+        return {
+            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
+            for name in ("used_bytes", "process_used_bytes")
+        }
+
+    cached = with_columns(
+        with_allocator(run, reserved_bytes=more("reserved_bytes", cache["cache"])), "device", used
+    )
+    evaluated = only_rows(cached, "device_memory", lambda rows: rows["step"] % 60 < 45)
+    [without], [risk] = find_device_risk(run), find_device_risk(evaluated)
+    assert risk.rate.value == pytest.approx(without.rate.value, rel=0.1)
+    assert risk.eta.mid_seconds == pytest.approx(without.eta.mid_seconds, rel=0.1)
 
 
 def test_forecast_counts_fragmentation_as_demand():
