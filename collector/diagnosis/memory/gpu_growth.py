@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.memory import resources
@@ -32,7 +31,7 @@ from collector.diagnosis.memory.leak import (
 from collector.diagnosis.run.allocators import Allocator, devices
 from collector.diagnosis.run.columns import floats, sampled, seconds, while_training
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
 from collector.findings import Finding, Locus, fact
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
@@ -56,18 +55,24 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
     return findings
 
 
-def is_split_known(ranks: list[Allocator], times: Floats) -> npt.NDArray[np.bool_]:
-    """Return at which times the allocators' records say how much of the driver's count is theirs.
+def beyond_reserved(ranks: list[Allocator], times: Floats, used: Floats) -> Floats:
+    """Return the part of the driver's count `used` that the allocators did not reserve.
 
-    A long evaluation takes no steps, so nothing is recorded while PyTorch reserves memory for it, perhaps as
-    cache. A sample counts unless the next record shows that the reserved memory had changed.
+    The driver counts what PyTorch reserves at once, its records show that at the next step, which may follow a long
+    evaluation. A sample between two records with other reserved memory is replaced by those around it.
     """
-    steady = np.ones(len(times), bool)
+    beyond: Floats = used - np.sum(
+        [np.zeros(len(times)), *(rank.at(times, "reserved_bytes") for rank in ranks)], axis=0
+    )
+    known = np.isfinite(beyond)
+    steady = known.copy()
     for rank in ranks:
         reserved, after = rank.column("reserved_bytes"), np.searchsorted(rank.seconds, times, side="right")
         change = np.diff(reserved, prepend=reserved[:1], append=reserved[-1:])[after]
         steady &= np.abs(change) < negligible_bytes(reserved)
-    return steady if steady.sum() >= MIN_POINTS else np.ones(len(times), bool)
+    if steady.any():
+        beyond[known & ~steady] = np.interp(times[known & ~steady], times[steady], beyond[steady])
+    return beyond
 
 
 def use_of(tables: RunTables, rank: Allocator, series: str, values: Floats) -> Use:
@@ -175,10 +180,11 @@ def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list
     """Return the growth of used memory that PyTorch is not known to reserve, in the run's processes."""
     times, recorded = seconds(samples), floats(samples, "recorded_used_bytes")
     recorded = np.where(np.isfinite(recorded), recorded, floats(samples, "process_used_bytes"))  # of an older run
-    reserved = np.sum([rank.at(times, "reserved_bytes") for rank in ranks], axis=0)
     is_covered = times <= max(rank.seconds[-1] for rank in ranks)  # later it may be PyTorch that grows
-    reserved[~(is_covered & is_split_known(ranks, times))] = np.nan
-    run, whole_device = recorded - reserved, floats(samples, "used_bytes") - reserved
+    run, whole_device = (
+        np.where(is_covered, beyond_reserved(ranks, times, used), np.nan)
+        for used in (recorded, floats(samples, "used_bytes"))
+    )
     has_run = bool(np.isfinite(run).any())
     use = Use.of(tables, "outside_pytorch", locus, times, run if has_run else whole_device)
     trend = use.growth()

@@ -16,7 +16,7 @@ import pandas as pd
 
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO, Course, exhaustion_finding, full_finding
-from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, is_split_known, retry_steps, use_of
+from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, beyond_reserved, retry_steps, use_of
 from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
@@ -85,16 +85,15 @@ def _whole_device(
             witnesses={**of_pytorch, "reserved_rise_bytes": reserved},
             peak_bytes=math.nan,
         )
-    is_known = is_split_known(ranks, times)
     of_device = {"device_used_rise_bytes": used} if ranks else {}
     return _Memory(
         what=what,
         limit=limit,
-        demand=Use.of(tables, "demand", locus, times, np.where(is_known, used - reserved + held, np.nan)),
+        demand=Use.of(tables, "demand", locus, times, beyond_reserved(ranks, times, used) + held),
         witnesses={**of_pytorch, **of_device, "process_used_rise_bytes": run},
         peak_bytes=peak(used),
         used=used,
-        library=run - reserved if ranks else None,
+        library=beyond_reserved(ranks, times, run) if ranks else None,
         others=floats(samples, "other_used_bytes"),
     )
 

@@ -151,7 +151,8 @@ TENSORS = Resource(
     is_of_objects=True,
     grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {slope}/s{per_step}.",
     unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
-    "or is not known. Larger batches explain that, or one tensor that is created again, larger each time.",
+    "or is not known. Larger batches explain that, or one tensor that is created again, larger each time: "
+    "torch.cat of predictions, a metric's state without reset(), a cache of keys and values.",
     leak_advice=(
         Advice(
             text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "

@@ -471,6 +471,24 @@ def test_cache_of_evaluations_between_steps_is_no_demand():
     assert risk.eta.mid_seconds == pytest.approx(without.eta.mid_seconds, rel=0.1)
 
 
+def test_forecast_does_not_need_a_cache_that_is_steady_from_step_to_step():
+    """A tensor that grows by torch.cat leaves blocks that fit nothing, and PyTorch releases them at the limit."""
+    run = recorded(TENSORS)
+    cache = run.streams["device_memory"].assign(cache=lambda rows: rows["step"] % 90 // 3 * 60 * MIB)
+
+    def used(rows):
+        return {
+            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
+            for name in ("used_bytes", "process_used_bytes")
+        }
+
+    cached = with_columns(
+        with_allocator(run, reserved_bytes=more("reserved_bytes", cache["cache"])), "device", used
+    )
+    [risk] = find_device_risk(cached)
+    assert risk.rate.value == pytest.approx(find_device_risk(run)[0].rate.value, rel=0.2)
+
+
 def test_forecast_counts_fragmentation_as_demand():
     run = recorded(HOLES)
     [risk] = find_device_risk(run)
