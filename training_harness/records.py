@@ -330,6 +330,12 @@ DEVICE = _stream(
     Column("total_bytes", "q", "bytes", "device memory"),
     Column("reserved_bytes", "q", "bytes", "memory that the driver reserves for itself, where it reports that"),
     Column("process_used_bytes", "q", "bytes", "memory of the run's processes, where the driver reports it"),
+    Column(
+        "recorded_used_bytes",
+        "q",
+        "bytes",
+        "the part of `process_used_bytes` in processes with `device_memory` records",
+    ),
     Column("other_used_bytes", "q", "bytes", "memory of other processes, where the driver reports it per process"),
     Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),
     Column("temperature_celsius", "d", "celsius", "GPU temperature"),

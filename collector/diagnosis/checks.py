@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.run.allocators import allocators
 from collector.diagnosis.run.columns import by_process, floats, worker_samples
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -87,7 +88,12 @@ def _workers(tables: RunTables) -> str:
 
 
 def _devices(tables: RunTables) -> str:
-    return "no GPU in use" if tables.stream("device_memory").empty and tables.stream("device").empty else ""
+    records, samples = tables.stream("device_memory"), tables.stream("device")
+    if records.empty and samples.empty:
+        return "no GPU in use"
+    if records.empty:
+        return _too_few(int(samples.groupby("device").size().max()), MIN_POINTS, "samples")
+    return _too_few(max((len(one.rows) for one in allocators(records)), default=0), MIN_POINTS, "steps")
 
 
 def _loading(tables: RunTables) -> str:

@@ -242,6 +242,8 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
         by = signal_name(signal_of_child(code)) or f"exit status {number(code)}"
         yield float(event["time_ns"]), f"Worker {event.get('worker')} of loader {event.get('loader')} died: {by}."
     for event in tables.events_of("cuda-oom"):
+        if whole(event.get("device")) is None:  # its exception alone is known, and comes below
+            continue
         asked = whole(event.get("requested_bytes"))
         words = f" ({size(asked)} requested)" if asked is not None else ""
         at = float(event.get("error_time_ns") or event["time_ns"])

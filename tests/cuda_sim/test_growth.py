@@ -17,9 +17,30 @@ def test_growth_is_reported_with_its_mechanism(watched, kind, finding, pace):
     assert run.warned <= {finding, "gpu-oom-risk"}
 
 
-@pytest.mark.parametrize("kind", ["variable", "evaluation", "filling", "nothing"])
-def test_memory_that_levels_off_has_no_warning(watched, kind):
-    run = watched("growth.py", kind, memory="4G")
+@pytest.mark.parametrize(
+    ("kind", "finding", "owner"),
+    [("captures", "gpu-fragmentation", "CUDA graphs"), ("pinned_buffers", "main-heap-leak", "pinned host memory")],
+)
+def test_growth_names_what_holds_it(watched, kind, finding, owner):
+    run = watched("growth.py", kind, "--bytes", str(1 << 20), memory="4G")
+    assert run.done.returncode == 0, run.done.stderr
+    [grown] = run.findings(finding)
+    assert owner in grown["summary"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("variable",),
+        ("evaluation",),
+        ("filling",),
+        ("nothing",),
+        ("captures", "--fixed"),
+        ("pinned_buffers", "--fixed"),
+    ],
+)
+def test_memory_that_levels_off_has_no_warning(watched, words):
+    run = watched("growth.py", *words, memory="4G")
     assert run.done.returncode == 0, run.done.stderr
     assert run.warned == set()
 

@@ -43,10 +43,15 @@ class DeviceSampler(ABC):
         self._errors = errors
         self._handles: list[Any] = []
 
-    def sample(self, pids: Set[int]) -> list[Sample]:
-        """Return one sample of the `device` stream per device; `pids` are the run's processes."""
+    def sample(self, pids: Set[int], recording_pids: Set[int] = frozenset()) -> list[Sample]:
+        """Return one sample of the `device` stream per device.
+
+        Args:
+            pids: the run's processes.
+            recording_pids: those of them that record their PyTorch allocator.
+        """
         return [
-            {"device": number, **self._sample(handle), **_by_process(self._processes(handle), pids)}
+            {"device": number, **self._sample(handle), **_by_process(self._processes(handle), pids, recording_pids)}
             for number, handle in enumerate(self._handles)
         ]
 
@@ -259,15 +264,17 @@ def _number(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def _by_process(processes: Iterable[tuple[int, int | None]], pids: Set[int]) -> Sample:
+def _by_process(processes: Iterable[tuple[int, int | None]], pids: Set[int], recording_pids: Set[int]) -> Sample:
     """Return the memory of the run's processes and of all others, from pid and bytes of each.
 
     In a container the driver may show no pids, or the host's: then both are missing.
     """
     measured = [(pid, used_bytes) for pid, used_bytes in processes if used_bytes is not None]
     of_run = [used_bytes for pid, used_bytes in measured if pid in pids]
+    recorded = [used_bytes for pid, used_bytes in measured if pid in pids & recording_pids]
     of_others = [used_bytes for pid, used_bytes in measured if pid not in pids]
     return {
         "process_used_bytes": sum(of_run) if of_run else None,
+        "recorded_used_bytes": sum(recorded) if of_run else None,
         "other_used_bytes": sum(of_others) if of_run else None,
     }

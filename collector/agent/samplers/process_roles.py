@@ -43,6 +43,9 @@ class ProcessRoles:
         host: this host; only its events name processes that can be sampled here.
         start_ticks: returns the start time of a living process, None if there is none.
         boot_offset_ns: CLOCK_BOOTTIME, the clock of start times, minus CLOCK_MONOTONIC.
+
+    Attributes:
+        recording_pids: processes that record PyTorch's allocator of a device.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ProcessRoles:
         if boot_offset_ns is None:
             boot_offset_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
         self._boot_offset_ns = boot_offset_ns
+        self.recording_pids: set[int] = set()
         self._roles: dict[LocalProcess, Role] = {}
         self._detached: set[LocalProcess] = set()
         self._exits_ns: dict[LocalProcess, int] = {}
@@ -96,6 +100,8 @@ class ProcessRoles:
             if event.get("detached"):
                 self._detached.add(_writer(event))
                 self.forget(_writer(event))
+        elif kind == "cuda-device":
+            self.recording_pids.add(event["pid"])
         elif kind == "worker-start":
             self._roles[_writer(event)] = Role(
                 role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"]

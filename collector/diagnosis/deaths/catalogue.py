@@ -421,7 +421,7 @@ BOUND_BATCHES = Advice(
 NO_CUDA_IN_WORKERS = Advice(
     text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
     "in the training process",
-    expected="the workers need no CUDA context and no cache: up to {room} become free",
+    expected="the workers need no CUDA context, tensors and cache: this one held {room}",
 )
 SMALLER_STEP = Advice(
     text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "

@@ -209,11 +209,11 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     rise = math.nan if scene.growth is None else scene.growth.rise
     growth_gain = math.inf if rise >= scene.of("allocated_bytes") / 2 else rise
     more = scene.of(TOTAL) - scene.of("limit_bytes")
-    siblings = float(np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes")))
+    own = scene.of("reserved_bytes") + float(np.nan_to_num(scene.of("outside_pytorch_bytes")))
     unused = scene.unallocated_bytes
     # The request fits into what is unused and what is free, and most of it into what is unused.
     fits_in_pieces = unused >= max(request - max(scene.room_bytes, 0.0), request / 2)
-    in_worker = scene.error.slot is not None
+    in_worker = scene.error.slot is not None and math.isfinite(own)
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
         (catalogue.TENSORS_GREW, "your code", scene.growth is not None, growth_gain, rise),
@@ -221,7 +221,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (catalogue.EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (catalogue.END_OTHERS, "outside", others >= request, others, others),
         (catalogue.BOUND_BATCHES, "your code", last > before, last - before, before),
-        (catalogue.NO_CUDA_IN_WORKERS, "your code", in_worker and siblings >= request, siblings, siblings),
+        (catalogue.NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
     )
     least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
     supported = [

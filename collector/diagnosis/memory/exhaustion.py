@@ -63,8 +63,12 @@ class Course:
 
     @property
     def headroom(self) -> float:
-        """The unused part of the limit."""
-        return max(self.limit.value - current_level(self.growing.use.values), 0.0)
+        """The unused part of the limit at the last sample."""
+        use = self.growing.use.where(np.isfinite(self.growing.use.values))
+        # The median of the last three is one sample old where all of them rise.
+        since = float(np.diff(use.times[-2:]).sum())
+        level = min(current_level(use.values) + self.growing.trend.slope * since, float(use.values[-3:].max()))
+        return max(self.limit.value - level, 0.0)
 
     @property
     def is_far(self) -> bool:

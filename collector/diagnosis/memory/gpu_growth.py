@@ -3,7 +3,7 @@
 There are four mechanisms, each with two measurements that must agree:
 
 - live tensors: their bytes and their number,
-- fragmentation of the allocator's cache: growing unused memory, and holes or failed allocations,
+- unused memory of the allocator's cache, and holes, failed allocations or the pools of CUDA graphs,
 - memory outside PyTorch: the driver's count for the run's processes, and for the whole device,
 - the cache of pinned host memory: its own gauges, and the resident memory of the process.
 
@@ -51,8 +51,29 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
                 pinned.add(rank.key)  # the records of each device show the same cache
                 findings += cache
         if ranks:  # otherwise the memory that PyTorch holds is not known
-            findings += _outside(tables, Locus(host=host, device=device), samples, ranks)
+            place = Locus(host=host, device=device)
+            findings += _unrecorded(tables, place, samples) + _outside(tables, place, samples, ranks)
     return findings
+
+
+def beyond_reserved(ranks: list[Allocator], times: Floats, used: Floats) -> Floats:
+    """Return the part of the driver's count `used` that the allocators did not reserve.
+
+    The driver counts what PyTorch reserves at once, its records show that at the next step, which may follow a long
+    evaluation. A sample between two records with other reserved memory is replaced by those around it.
+    """
+    beyond: Floats = used - np.sum(
+        [np.zeros(len(times)), *(rank.at(times, "reserved_bytes") for rank in ranks)], axis=0
+    )
+    known = np.isfinite(beyond)
+    steady = known.copy()
+    for rank in ranks:
+        reserved, after = rank.column("reserved_bytes"), np.searchsorted(rank.seconds, times, side="right")
+        change = np.diff(reserved, prepend=reserved[:1], append=reserved[-1:])[after]
+        steady &= np.abs(change) < negligible_bytes(reserved)
+    if steady.any():
+        beyond[known & ~steady] = np.interp(times[known & ~steady], times[steady], beyond[steady])
+    return beyond
 
 
 def use_of(tables: RunTables, rank: Allocator, series: str, values: Floats) -> Use:
@@ -98,12 +119,23 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
 
 
 def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
-    reserved = rank.column("reserved_bytes")
-    use = use_of(tables, rank, "unused", reserved - rank.column("active_bytes"))
+    """Return the growth of unused memory, or where PyTorch releases it at the limit, that of holes."""
+    reserved, split = rank.column("reserved_bytes"), rank.column("inactive_split_bytes")
+    unused = reserved - rank.column("active_bytes")
+    use = use_of(tables, rank, "unused", unused)
     trend = use.growth(negligible_bytes(reserved))
     if trend is None:
-        return []
-    holes = {"inactive_split_rise_bytes": (rank.seconds, rank.column("inactive_split_bytes"))}
+        use = use_of(tables, rank, "inactive_split", split)
+        trend = use.growth(negligible_bytes(reserved))
+        confirmed = witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)}) if trend is not None else ()
+        return (
+            [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
+            if trend and confirmed
+            else []
+        )
+    if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
+        return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]
+    holes = {"inactive_split_rise_bytes": (rank.seconds, split)}
     witnesses, steps = witnesses_of(trend, holes), retry_steps(rank, trend.since_seconds)
     if steps >= MIN_RETRY_STEPS:
         witnesses = (*witnesses, fact("alloc_retry_steps_count", steps, "same window", n=trend.n))
@@ -137,11 +169,23 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> list[Finding]:
     return [leak_finding(resource, GrowingUse(use, trend, witnesses))]
 
 
+def _unrecorded(tables: RunTables, locus: Locus, samples: pd.DataFrame) -> list[Finding]:
+    """Return the growth of processes of the run that do not record their allocator: it may be PyTorch's memory."""
+    used, recorded = (floats(samples, name) for name in ("process_used_bytes", "recorded_used_bytes"))
+    use = Use.of(tables, "unrecorded_processes", locus, seconds(samples), used - recorded)
+    trend = use.growth()
+    return [leak_finding(resources.UNRECORDED, GrowingUse(use, trend))] if trend is not None else []
+
+
 def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list[Allocator]) -> list[Finding]:
-    """Return the growth of used memory that PyTorch did not reserve, in the run's processes and on the device."""
-    times = seconds(samples)
-    reserved = np.sum([rank.at(times, "reserved_bytes") for rank in ranks], axis=0)
-    run, whole_device = (floats(samples, name) - reserved for name in ("process_used_bytes", "used_bytes"))
+    """Return the growth of used memory that PyTorch is not known to reserve, in the run's processes."""
+    times, recorded = seconds(samples), floats(samples, "recorded_used_bytes")
+    recorded = np.where(np.isfinite(recorded), recorded, floats(samples, "process_used_bytes"))  # of an older run
+    is_covered = times <= max(rank.seconds[-1] for rank in ranks)  # later it may be PyTorch that grows
+    run, whole_device = (
+        np.where(is_covered, beyond_reserved(ranks, times, used), np.nan)
+        for used in (recorded, floats(samples, "used_bytes"))
+    )
     has_run = bool(np.isfinite(run).any())
     use = Use.of(tables, "outside_pytorch", locus, times, run if has_run else whole_device)
     trend = use.growth()

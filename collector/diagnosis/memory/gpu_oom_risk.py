@@ -16,7 +16,7 @@ import pandas as pd
 
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO, Course, exhaustion_finding, full_finding
-from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, retry_steps, use_of
+from collector.diagnosis.memory.gpu_growth import MIN_RETRY_STEPS, beyond_reserved, retry_steps, use_of
 from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, share_of, witnesses_of
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
@@ -89,11 +89,11 @@ def _whole_device(
     return _Memory(
         what=what,
         limit=limit,
-        demand=Use.of(tables, "demand", locus, times, used - reserved + held),
+        demand=Use.of(tables, "demand", locus, times, beyond_reserved(ranks, times, used) + held),
         witnesses={**of_pytorch, **of_device, "process_used_rise_bytes": run},
         peak_bytes=peak(used),
         used=used,
-        library=run - reserved if ranks else None,
+        library=beyond_reserved(ranks, times, run) if ranks else None,
         others=floats(samples, "other_used_bytes"),
     )
 
@@ -122,9 +122,11 @@ def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
         return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
     others = _confirmed(memory, {"other_processes_rise_bytes": memory.others}, trend)
     witnesses = others or _confirmed(memory, memory.witnesses, trend)
-    resource = (
-        resources.GPU_OF_OTHERS if others else resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
-    )
+    resource = resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
+    if others:
+        resource = resources.GPU_OF_OTHERS
+    elif [witness.name for witness in witnesses] == ["device_used_rise_bytes"]:
+        resource = resources.GPU_UNATTRIBUTED
     use = replace(demand, values=_use_at_limit(memory, trend, ranks))
     growing = GrowingUse(use, trend, witnesses)
     course = Course(what=memory.what, resource=resource, growing=growing, limit=limit)

@@ -52,7 +52,7 @@ from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables, step_units, writer_of
-from collector.diagnosis.run.training import after_training, iterates, steps_within, training_end_ns, while_running
+from collector.diagnosis.run.training import after_training, iterates, training_end_ns, while_running
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
@@ -152,18 +152,19 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
 def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -> Finding:
     tables, witnesses = growing.use.tables, growing.witnesses
     life, trains = lifecycle_of(tables), iterates(tables, key)
-    # The rise and the steps cover the same time: steps may take longer now than before.
-    steps = steps_within(tables, key, *growing.span_ns)
     resource = resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS
     units = step_units(written(tables, "step", key))
     if resource is resources.HEAP and len(units) and (units < UNIT_OPTIMIZER).all():
         resource = resources.HEAP_OF_OUTPUTS
+    gauges = written(tables, "device_memory", key)
+    in_use = {"pinned_active_rise_bytes": (seconds(gauges), floats(gauges, "pinned_active_bytes"))}
+    if witnesses and (pinned := witnesses_of(growing.trend, in_use)):
+        resource, witnesses = resources.HEAP_OF_PINNED, (*witnesses, *pinned)
     finding = leak_finding(
         resource,
         replace(growing, witnesses=(*witnesses, *_half_slopes(growing)) if witnesses else ()),
         iterates=is_iterating,
         process=sentence(life.name(key)),
-        per_step=f", {size(growing.trend.rise / steps)} per step" if math.isfinite(steps) else "",
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(

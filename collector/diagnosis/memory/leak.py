@@ -27,7 +27,16 @@ from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, floats, orig
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import iterations_within, step_at, step_numbers, training_end_ns
-from collector.diagnosis.statistics.growth import MIN_POINTS, PARTS_COUNT_OF_STEPS, Floats, Growth, growth
+from collector.diagnosis.statistics.growth import (
+    BLOCK_COUNTS,
+    MIN_POINTS,
+    PARTS_COUNT_OF_STEPS,
+    Floats,
+    Growth,
+    growth,
+    lower_envelope,
+    theil_sen,
+)
 from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRICT, Saturation, saturation
 from collector.findings import Evidence, Finding, Locus, Rate, Severity, fact
 from collector.store import ProcessKey
@@ -173,9 +182,21 @@ class GrowingUse:
     @property
     def words(self) -> dict[str, str]:
         """Words for it in the sentences of a resource."""
-        if self.use.unit == "bytes":
-            return {"rise": size(self.trend.rise), "slope": size(self.trend.slope)}
-        return {"rise": count(self.trend.rise), "slope": number(self.trend.slope)}
+        if self.use.unit != "bytes":
+            return {"rise": count(self.trend.rise), "slope": number(self.trend.slope)}
+        per_step = f", {size(self.per_step)} per step" if self.per_step > 0 else ""
+        return {"rise": size(self.trend.rise), "slope": size(self.trend.slope), "per_step": per_step}
+
+    @property
+    def per_step(self) -> float:
+        """Its rise per step, NaN if not known: steps may take longer now than before."""
+        use = self.use
+        known = np.isfinite(use.values) & np.isfinite(use.steps) & (use.times >= self.trend.since_seconds)
+        part = use.where(known)
+        blocks = min(BLOCK_COUNTS[0], len(part.times) // 2)
+        if blocks < 2 or part.steps[-1] <= part.steps[0]:
+            return math.nan
+        return theil_sen(*lower_envelope(part.steps, part.values, blocks))
 
     @property
     def rate(self) -> Rate:

@@ -84,6 +84,18 @@ HEAP_WITHOUT_ITERATIONS = replace(
         ),
     ),
 )
+#: The heap of a process whose growth is pinned memory in use: PyTorch's own gauge of it grows as much.
+HEAP_OF_PINNED = replace(
+    HEAP,
+    grows="{process} keeps pinned host memory in use: {rise} so far, {slope}/s{per_step}.",
+    leak_advice=(
+        Advice(
+            text="Look for what keeps pinned tensors: buffers that each step makes with pin_memory(), or batches "
+            "of a loader with pin_memory=True. Make a few buffers before the loop, and copy into them",
+            expected="the growth of {slope}/s stops",
+        ),
+    ),
+)
 #: Advice on a leak of a process whose threads get more and more.
 END_THREADS = Advice(
     text="Look for threads that never end: their number rose by {count}. Join each, or give the work to one "
@@ -137,9 +149,10 @@ COPIED_PAGES = Resource(
 TENSORS = Resource(
     leak="gpu-tensor-leak",
     is_of_objects=True,
-    grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {slope}/s.",
+    grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {slope}/s{per_step}.",
     unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
-    "or is not known. Larger batches explain that, or one tensor that is created again, larger each time.",
+    "or is not known. Larger batches explain that, or one tensor that is created again, larger each time: "
+    "torch.cat of predictions, a metric's state without reset(), a cache of keys and values.",
     leak_advice=(
         Advice(
             text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "
@@ -161,6 +174,25 @@ FRAGMENTATION = Resource(
         Advice(
             text="Repeat sizes: pad batches to a few lengths, and allocate long-lived tensors before the training",
             expected="freed blocks are used again",
+            effect="changes memory",
+        ),
+    ),
+)
+#: Unused memory in the private pools of CUDA graphs: a pool lasts as long as its graphs, and serves only them.
+GRAPH_POOLS = replace(
+    FRAGMENTATION,
+    grows="PyTorch's allocator on GPU {device} (pid {pid}) keeps reserving memory in private pools, those of CUDA "
+    "graphs: {rise} more that nothing else can use.",
+    leak_advice=(
+        Advice(
+            text="Capture one graph per shape and replay that: pad batches to a few shapes, and let go of graphs "
+            "that are not replayed again (torch.compile with mode='reduce-overhead' captures one per shape)",
+            expected="the pools grow only to the number of shapes",
+        ),
+        Advice(
+            text="Capture graphs that never run at the same time in one pool: "
+            "torch.cuda.graph(graph, pool=first_graph.pool())",
+            expected="they use the same memory in turn",
             effect="changes memory",
         ),
     ),
@@ -211,6 +243,13 @@ UNATTRIBUTED = replace(
     OUTSIDE_PYTORCH,
     unconfirmed="GPU {device}: memory outside PyTorch grew by {rise}. The driver does not report the processes "
     "that use it: the run's libraries or another job.",
+)
+#: Memory of the run's processes whose allocator is not recorded: there it may be PyTorch's.
+UNRECORDED = replace(
+    OUTSIDE_PYTORCH,
+    grows="GPU {device}: processes of the run that take no steps, such as DataLoader workers that use CUDA, keep "
+    "taking memory: {rise} so far, {slope}/s.",
+    unconfirmed="{grows} Tensors or a library: the allocators of these processes are not recorded.",
 )
 _CHECKPOINT = (
     "To save a checkpoint in time, handle SIGUSR1 in the script and start it with `tidegauge run --before-oom "
@@ -283,6 +322,18 @@ GPU_OF_OTHERS = replace(
             "the processes)",
             expected="the run has the GPU's memory to itself",
         ),
+    ),
+)
+#: The memory of a GPU where neither PyTorch grows nor a process is known that does.
+GPU_UNATTRIBUTED = replace(
+    GPU_MEMORY,
+    risk_advice=(
+        Advice(
+            text="Find the process that grows: `nvidia-smi` outside the container names them. End another job, or "
+            "look in this one for a library that takes CUDA memory without PyTorch",
+            expected="demand stops growing",
+        ),
+        *_GPU_ADVICE[1:],
     ),
 )
 #: The memory of a GPU that the run uses without records of PyTorch's allocator.

@@ -61,6 +61,13 @@ def pinned(step):
     del pieces
 
 
+def pinned_buffers(step):
+    """Offload to a new pinned buffer in each step."""
+    piece = torch.empty(options.bytes, dtype=torch.uint8, pin_memory=True)
+    if is_due(step):
+        kept.append(piece)
+
+
 def library(step):
     """Take memory from the driver, as a library does that PyTorch knows nothing of."""
     every = max(1, GRANULE_BYTES // options.bytes)
@@ -115,11 +122,22 @@ def unfreezing(step):
 def graphs(step):
     """Capture a graph for each new shape, as often as there are shapes: private pools, until all have been seen."""
     if step % 25 == 0 and step <= options.steps // 2:
-        graph, rows = torch.cuda.CUDAGraph(), torch.zeros(8 + step, WIDTH, device="cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            kept.append(rows @ rows.T)
-        kept.append(graph)
+        kept.append(capture(8 + step))
+
+
+def captures(step):
+    """Capture another graph for the same shape, now and then."""
+    if step % 10 == 0:
+        captured = capture(8)
+        if is_due(step):
+            kept.append(captured)
+
+
+def capture(count):
+    graph, rows = torch.cuda.CUDAGraph(), torch.zeros(count, WIDTH, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        return graph, rows @ rows.T
 
 
 def nothing(step):
@@ -138,6 +156,7 @@ KINDS = {
     for each in (
         tensors,
         pinned,
+        pinned_buffers,
         library,
         variable,
         evaluation,
@@ -146,6 +165,7 @@ KINDS = {
         late_optimizer,
         unfreezing,
         graphs,
+        captures,
         nothing,
     )
 }

@@ -1,5 +1,7 @@
 """A training whose DataLoader workers compute on the GPU, until memory runs out in worker 1."""
 
+import time
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +17,7 @@ class Computed(Dataset):
         return 4000
 
     def __getitem__(self, index):
+        time.sleep(0.1)  # the collector reads the devices once a second
         size = (4 << 20) if index % 2 else (64 << 10)
         self.kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
         return torch.zeros(64, device="cuda").cpu()

@@ -66,12 +66,13 @@ class Smi:
 def test_sample_is_in_the_units_of_the_stream():
     sampler = AmdSampler(Smi(gpu(0, used=2048, processes=[(7, 1500), (8, 300)])), environ={})
     assert sampler.reason is None
-    assert sampler.sample({7}) == [
+    assert sampler.sample({7}, {7}) == [
         {
             "device": 0,
             "used_bytes": 2048 * MIB,
             "total_bytes": 196_592 * MIB,
             "process_used_bytes": 1500 * MIB,
+            "recorded_used_bytes": 1500 * MIB,
             "other_used_bytes": 300 * MIB,
             "utilisation_ratio": 0.8,
             "temperature_celsius": 45,
@@ -90,6 +91,7 @@ def test_what_a_device_does_not_report_is_missing():
         "used_bytes",
         "total_bytes",
         "process_used_bytes",
+        "recorded_used_bytes",
         "other_used_bytes",
         "utilisation_ratio",
         "power_watts",

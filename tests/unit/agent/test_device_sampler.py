@@ -99,13 +99,14 @@ def test_sample_has_every_gauge_of_a_device():
     sampler = NvidiaSampler(Nvml(device()), environ={})
 
     assert sampler.reason is None
-    assert sampler.sample({7, 8}) == [
+    assert sampler.sample({7, 8}, {7, 9}) == [
         {
             "device": 0,
             "used_bytes": 3 * GIB,
             "total_bytes": 80 * GIB,
             "reserved_bytes": GIB,
             "process_used_bytes": GIB + GIB // 2,
+            "recorded_used_bytes": GIB,
             "other_used_bytes": 5 * GIB,
             "utilisation_ratio": 0.5,
             "temperature_celsius": 61,

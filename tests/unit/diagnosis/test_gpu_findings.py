@@ -142,6 +142,12 @@ def test_healthy_runs_have_no_growth_findings(name):
     assert warnings_of(recorded(name)) == {}
 
 
+def test_few_steps_are_not_enough_to_call_a_gpu_fine():
+    few = only_rows(recorded("late-optimizer"), "device_memory", lambda rows: rows["step"] < 5)
+    reasons = {check.name: (check.status, check.reason) for check in diagnose(few).checks}
+    assert reasons["GPU memory"] == ("not judged", "5 of the 12 steps needed")
+
+
 def test_pinned_memory_of_the_largest_batch_is_no_growth():
     """The cache of pinned memory and the process itself follow the reserved memory to its highest mark."""
     run = recorded("uneven-batches")
@@ -164,6 +170,7 @@ def test_growing_number_of_tensors_is_a_leak():
     leak = only_finding(run, "gpu-tensor-leak")
     assert leak.rate.value == pytest.approx(MIB * steps_per_second(run), rel=0.1)
     assert (leak.locus.device, leak.locus.pid) == (0, run.manifest["command"]["pid"])
+    assert leak.summary.endswith(", 1 MiB per step.")
     assert leak.value_of("allocation_rise_count") == pytest.approx(
         leak.value_of("allocated_rise_bytes") / MIB, 0.01
     )
@@ -262,6 +269,46 @@ def test_failed_allocations_show_fragmentation_of_expandable_segments():
     assert "alloc_retry_steps_count" in {e.name for e in only_finding(failing, "gpu-fragmentation").evidence}
 
 
+def test_holes_that_stay_while_the_cache_is_released_are_fragmentation():
+    """At the limit PyTorch gives its free segments back, again and again: the unused memory is a sawtooth."""
+
+    def reserved(rows):
+        return rows["active_bytes"] + rows["inactive_split_bytes"] + rows["step"] % 100 * 4 * MIB
+
+    run = with_allocator(recorded(HOLES), reserved_bytes=reserved)
+    evidence = {item.name for item in only_finding(run, "gpu-fragmentation").evidence}
+    assert evidence == {"inactive_split_rise_bytes", "unused_rise_bytes"}
+
+
+def test_private_pools_that_grow_are_no_fragmentation_to_tune():
+    """Each captured CUDA graph keeps its pool: expandable segments would not help."""
+    pools = with_allocator(recorded(HOLES), private_pool_bytes=lambda rows: rise(rows, "reserved_bytes"))
+    grown = only_finding(pools, "gpu-fragmentation")
+    assert "CUDA graphs" in grown.summary
+    assert "expandable" not in " ".join(advice.text for advice in grown.advice)
+
+
+def test_growth_of_processes_without_records_is_not_called_a_library():
+    """A DataLoader worker that uses CUDA has tensors too, and no records."""
+    run = recorded(LIBRARY)
+    grown = rise(run.streams["device"], "process_used_bytes").fillna(0)
+    in_worker = with_driver(run, recorded_used_bytes=lambda rows: rows["process_used_bytes"] - grown)
+    [told] = find_device_growth(in_worker)
+    assert (told.kind, told.locus.device) == ("cannot-tell", 0)
+    assert "not recorded" in told.summary
+    assert kinds(with_driver(run, recorded_used_bytes=lambda rows: rows["process_used_bytes"]))[0] == (
+        "gpu-non-pytorch-growth"
+    )
+
+
+def test_memory_of_a_long_evaluation_is_not_called_a_library():
+    """It takes no steps, so PyTorch's records stay as they were while the driver counts more."""
+    run = at_last_step(recorded(TENSORS))
+    begin_ns = run.streams["step"]["time_ns"].quantile(0.3)
+    early = only_rows(run, "device_memory", lambda rows: rows["time_ns"] < begin_ns)
+    assert kinds(early) == ["gpu-tensor-leak", "gpu-oom-risk"]
+
+
 def test_growth_outside_pytorch_is_found():
     run = recorded(LIBRARY)
     grown = only_finding(run, "gpu-non-pytorch-growth")
@@ -284,6 +331,14 @@ def test_pinned_cache_explains_the_growth_of_the_process():
     assert "main-heap-leak" in warnings_of(with_host_growth(run, "pinned_allocated_bytes", 3))
 
 
+def test_pinned_memory_in_use_is_named():
+    run = with_allocator(recorded(PINNED), pinned_active_bytes=lambda rows: rows["pinned_allocated_bytes"])
+    leak = warnings_of(run)["main-heap-leak"]
+    assert "pinned" in leak.summary
+    assert "pin_memory" in leak.advice[0].text
+    assert leak.value_of("pinned_active_rise_bytes") >= 0.5 * leak.value_of("resident_rise_bytes")
+
+
 def test_pinned_cache_without_process_growth_is_not_claimed():
     assert kinds(with_steady_host(recorded(PINNED))) == ["cannot-tell"]
 
@@ -303,10 +358,24 @@ def test_growth_towards_the_device_limit_has_a_forecast():
     assert "was running out" in find_device_risk(recorded(TENSORS))[0].summary
 
 
+@pytest.mark.parametrize("name", [TENSORS, LIBRARY])
+def test_memory_left_at_the_rate_lasts_as_long_as_the_forecast_says(name):
+    [risk] = find_device_risk(recorded(name))
+    assert risk.value_of("headroom_bytes") / risk.rate.value == pytest.approx(risk.eta.mid_seconds, rel=0.03)
+
+
 def test_cache_is_no_demand():
     run = with_allocator(recorded(HOLES), inactive_split_bytes=0)
     full = with_driver(run, total_bytes=lambda rows: rows["used_bytes"].max() + 10 * MIB)
     assert find_device_risk(full) == []
+
+
+def test_forecast_of_growth_that_nobody_owns_names_both_owners():
+    hidden = with_hidden_processes(recorded(LIBRARY))
+    [risk] = find_device_risk(hidden)
+    assert "another job" in risk.advice[0].text
+    [owned] = find_device_risk(with_hidden_processes(recorded(TENSORS)))
+    assert "another job" not in owned.advice[0].text
 
 
 def test_total_memory_that_pytorch_reports_is_no_share():
@@ -379,6 +448,45 @@ def test_forecast_adds_peaks_within_steps():
     assert risk.eta.low_seconds <= sooner + every / steps_per_second(run)  # the next evaluation
     assert risk.eta.high_seconds >= sooner
     assert risk.eta.mid_seconds < without.eta.low_seconds
+
+
+def test_cache_of_evaluations_between_steps_is_no_demand():
+    """The driver counts it at once, and PyTorch's records show it only at the next step."""
+    run = recorded(TENSORS)
+    records = run.streams["device_memory"]
+    cache = records.assign(cache=300 * MIB * ((records["step"] + 15) // 60))
+
+    def used(rows):
+        return {
+            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
+            for name in ("used_bytes", "process_used_bytes")
+        }
+
+    cached = with_columns(
+        with_allocator(run, reserved_bytes=more("reserved_bytes", cache["cache"])), "device", used
+    )
+    evaluated = only_rows(cached, "device_memory", lambda rows: rows["step"] % 60 < 45)
+    [without], [risk] = find_device_risk(run), find_device_risk(evaluated)
+    assert risk.rate.value == pytest.approx(without.rate.value, rel=0.1)
+    assert risk.eta.mid_seconds == pytest.approx(without.eta.mid_seconds, rel=0.1)
+
+
+def test_forecast_does_not_need_a_cache_that_is_steady_from_step_to_step():
+    """A tensor that grows by torch.cat leaves blocks that fit nothing, and PyTorch releases them at the limit."""
+    run = recorded(TENSORS)
+    cache = run.streams["device_memory"].assign(cache=lambda rows: rows["step"] % 90 // 3 * 60 * MIB)
+
+    def used(rows):
+        return {
+            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
+            for name in ("used_bytes", "process_used_bytes")
+        }
+
+    cached = with_columns(
+        with_allocator(run, reserved_bytes=more("reserved_bytes", cache["cache"])), "device", used
+    )
+    [risk] = find_device_risk(cached)
+    assert risk.rate.value == pytest.approx(find_device_risk(run)[0].rate.value, rel=0.2)
 
 
 def test_forecast_counts_fragmentation_as_demand():
