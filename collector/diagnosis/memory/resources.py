@@ -56,7 +56,7 @@ HEAP = Resource(
     leak_advice=(
         Advice(
             text="Look for what keeps a reference per step: losses or outputs kept with their graph (use .item() "
-            "or .detach()), growing lists of metrics, caches without bound, create_graph=True",
+            "or .detach()), growing lists of metrics, caches and queues without bound, create_graph=True",
             expected="the growth of {slope}/s stops",
         ),
     ),
