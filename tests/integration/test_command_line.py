@@ -172,7 +172,7 @@ def test_export_and_queries_of_the_docs_page_work(finished_training, tmp_path, m
         exec(compile(block, QUERYING.name, "exec"), names)
     said = capsys.readouterr().out
     assert "of the training was waiting for data" in said
-    assert "time in the DataLoader's `__next__`" in said
+    assert "time in the DataLoader's `__iter__` and `__next__`" in said
     [(worker, batches)] = names["by_worker"].select("worker", "batches").rows()
     assert worker == 0
     assert batches >= 150  # some were made and not asked for
