@@ -16,7 +16,8 @@ TERMS = {
     "private dirty": "written pages that only this process has: the memory that is freed when it ends",
     "RSS": "resident set size: all pages that a process has in memory; pages that are shared count in each process",
     "anonymous": "memory without a file behind it: the kernel cannot drop it, as it can drop page cache",
-    "data wait": "time that training spends in the DataLoader's `__next__`, waiting for its next batch",
+    "data wait": "time that training spends in the DataLoader's `__iter__` and `__next__`, waiting for its next "
+    "batch",
     "fetch": "making one batch: `__getitem__` of its samples, then collate",
     "collate": "joining samples into one batch",
     "stage": "a part of a fetch, such as decoding",
