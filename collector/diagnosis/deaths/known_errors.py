@@ -158,106 +158,96 @@ def _processes(raised: _Raised) -> Cause | None:
 
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
-    return _SENDER if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
+    return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
 
 
-def _always(cause: Cause) -> Callable[[_Raised], Cause]:
+def _known(text: str, expected: str, fault: Fault | None, sentence: str = "") -> Callable[[_Raised], Cause]:
+    """Return the explanation of an error whose text alone gives the cause."""
+    cause = Cause(sentence=sentence, advice=(Advice(text=text, expected=expected),), fault=fault)
     return lambda _: cause
 
 
-_MAIN_GUARD = Cause(
-    advice=(
-        Advice(
-            text='Put the code that trains under `if __name__ == "__main__":`',
-            expected="a spawned worker, which imports the script, finds its definitions and starts no training",
-        ),
-    ),
-    fault="your code",
+_MAIN_GUARD = _known(
+    'Put the code that trains under `if __name__ == "__main__":`',
+    "a spawned worker, which imports the script, finds its definitions and starts no training",
+    "your code",
 )
 #: The CUDA runtime reports errors of kernels late (CUDA C++ programming guide, asynchronous errors).
-_KERNEL = Cause(
+_KERNEL = _known(
+    "Run again with CUDA_LAUNCH_BLOCKING=1, or on the CPU; a failed assertion is mostly an index or a "
+    "label beyond its range",
+    "the traceback ends in the call that failed",
+    "your code",
     sentence=" A kernel failed before that line.",
-    advice=(
-        Advice(
-            text="Run again with CUDA_LAUNCH_BLOCKING=1, or on the CPU; a failed assertion is mostly an index or a "
-            "label beyond its range",
-            expected="the traceback ends in the call that failed",
-        ),
-    ),
-    fault="your code",
 )
-_UNEQUAL_SAMPLES = Cause(
-    advice=(
-        Advice(
-            text="Give all samples one size in the dataset (pad, crop or resize), or pass a collate_fn that pads "
-            "each batch",
-            expected="the samples of a batch can be stacked",
-        ),
-    ),
-    fault="your code",
+_UNEQUAL_SAMPLES = _known(
+    "Give all samples one size in the dataset (pad, crop or resize), or pass a collate_fn that pads each batch",
+    "the samples of a batch can be stacked",
+    "your code",
 )
-_DISK = Cause(
+_DISK = _known(
+    "Check the room and the quota of the file system that is written to at that line (`df -h`), and "
+    "delete old checkpoints there",
+    "the file fits",
+    "this machine",
     sentence=" A file could not be written in full.",
-    advice=(
-        Advice(
-            text="Check the room and the quota of the file system that is written to at that line (`df -h`), and "
-            "delete old checkpoints there",
-            expected="the file fits",
-        ),
-    ),
-    fault="this machine",
 )
-_SENDER = Cause(
+_SENDER = _known(
+    "Let a process that puts tensors into a queue live until they are received, for example until "
+    "the receiver sets an Event; or send arrays (`tensor.numpy().copy()`), which the queue copies",
+    "each tensor can still be opened when it is received",
+    "your code",
     sentence=" It was opening a tensor in shared memory, and the process that sent it had ended.",
-    advice=(
-        Advice(
-            text="Let a process that puts tensors into a queue live until they are received, for example until "
-            "the receiver sets an Event; or send arrays (`tensor.numpy().copy()`), which the queue copies",
-            expected="each tensor can still be opened when it is received",
-        ),
-    ),
-    fault="your code",
 )
-_CUDA_IN_WORKER = Cause(
+_CUDA_IN_WORKER = _known(
+    "Keep CUDA out of dataset, transforms and collate_fn: move the batch to the GPU in the training "
+    "loop; or use multiprocessing_context='spawn'",
+    "the worker does not touch CUDA, or starts it itself",
+    "your code",
     sentence=" A process that was forked can't use CUDA.",
-    advice=(
-        Advice(
-            text="Keep CUDA out of dataset, transforms and collate_fn: move the batch to the GPU in the training "
-            "loop; or use multiprocessing_context='spawn'",
-            expected="the worker does not touch CUDA, or starts it itself",
-        ),
-    ),
-    fault="your code",
 )
-_NO_CHILDREN = Cause(
+_NO_CHILDREN = _known(
+    "Use num_workers=0 for a DataLoader inside a dataset, and threads in place of a pool there",
+    "the work is done in the worker itself",
+    "your code",
     sentence=" A daemonic process, such as a DataLoader worker, may not start processes.",
-    advice=(
-        Advice(
-            text="Use num_workers=0 for a DataLoader inside a dataset, and threads in place of a pool there",
-            expected="the work is done in the worker itself",
-        ),
-    ),
-    fault="your code",
 )
-_PORT = Cause(
+_PORT = _known(
+    "Give each training on this machine its own MASTER_PORT (torchrun: --standalone or "
+    "--master-port), and end what is left of an earlier one (`ss -tlnp`)",
+    "the ranks can meet",
+    "your settings",
     sentence=" Another process listens on that port.",
-    advice=(
-        Advice(
-            text="Give each training on this machine its own MASTER_PORT (torchrun: --standalone or "
-            "--master-port), and end what is left of an earlier one (`ss -tlnp`)",
-            expected="the ranks can meet",
-        ),
-    ),
-    fault="your settings",
 )
-_NETWORK = Cause(
-    advice=(
-        Advice(
-            text="Check the server at the other end, and retry with a pause at that line",
-            expected="a short failure of the network does not end the training",
-        ),
-    ),
-    fault="outside",
+_NETWORK = _known(
+    "Check the server at the other end, and retry with a pause at that line",
+    "a short failure of the network does not end the training",
+    "outside",
+)
+_POOL = _known(
+    "Find out what ended it: the kernel for lack of memory (`dmesg`), or a crash in the code that it ran "
+    "(PYTHONFAULTHANDLER=1)",
+    "the pool keeps its processes",
+    None,
+)
+_STORAGE = _known(
+    "Check the mount and its server (dmesg, `mount`, the log of the file server), and read the file again with a "
+    "pause",
+    "a short failure of the storage does not end the training",
+    "outside",
+    sentence=" The storage behind that file failed.",
+)
+_CUBLAS = _known(
+    "Leave more GPU memory free: cuBLAS found no room for its workspace. Use a smaller batch, or end other "
+    "processes on this GPU (`nvidia-smi`)",
+    "cuBLAS gets its workspace, some MiB for each stream",
+    "your settings",
+)
+_RENDEZVOUS = _known(
+    "Look for the rank that has not started, in its own log, and check that each node reaches MASTER_ADDR at "
+    "MASTER_PORT and has the same WORLD_SIZE",
+    "all ranks meet",
+    "your settings",
 )
 #: Text of an error -> its cause, None if the rest of the exception speaks against it; the first that fits counts.
 _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] = tuple(
@@ -266,17 +256,21 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"shared memory\(shm\) for file|</torch_.*No space left on device", _shared_memory),
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
         (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
-        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _always(_DISK)),
-        (r"CUDA error: (?:device-side assert|an illegal memory access)", _always(_KERNEL)),
-        (r"stack expects each tensor to be equal size", _always(_UNEQUAL_SAMPLES)),
+        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _DISK),
+        (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
+        (r"stack expects each tensor to be equal size", _UNEQUAL_SAMPLES),
         (r"DataLoader timed out", _timeout),
-        (r"finished its bootstrapping phase", _always(_MAIN_GUARD)),
+        (r"finished its bootstrapping phase", _MAIN_GUARD),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
         (r"can't start new thread|Resource temporarily unavailable", _processes),
         (r"FileNotFoundError|EOFError|Connection(?:Reset|Refused)Error|open shared memory object", _sender),
-        (r"re-initialize CUDA in forked subprocess", _always(_CUDA_IN_WORKER)),
-        (r"daemonic processes are not allowed to have children", _always(_NO_CHILDREN)),
-        (r"EADDRINUSE|[Aa]ddress already in use", _always(_PORT)),
-        (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _always(_NETWORK)),
+        (r"re-initialize CUDA in forked subprocess", _CUDA_IN_WORKER),
+        (r"daemonic processes are not allowed to have children", _NO_CHILDREN),
+        (r"BrokenProcessPool", _POOL),
+        (r"\[Errno (?:5|107|116|121)\]|Stale file handle", _STORAGE),
+        (r"CUBLAS_STATUS_ALLOC_FAILED", _CUBLAS),
+        (r"\d+/\d+ clients joined", _RENDEZVOUS),
+        (r"EADDRINUSE|[Aa]ddress already in use", _PORT),
+        (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _NETWORK),
     )
 )

@@ -119,6 +119,25 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
             "Use num_workers=0 for a DataLoader inside a dataset",
         ),
         (
+            "BrokenProcessPool",
+            "A process in the process pool was terminated abruptly while the future was running or pending.",
+            "",
+            "Find out what ended it",
+        ),
+        ("OSError", "[Errno 116] Stale file handle: '/data/a.npy'", "", "Check the mount and its server"),
+        (
+            "RuntimeError",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "",
+            "Leave more GPU memory free",
+        ),
+        (
+            "DistStoreError",
+            "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+            "",
+            "Look for the rank that has not started",
+        ),
+        (
             "DistNetworkError",
             "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, \
 code: -98, name: EADDRINUSE, message: address already in use",
