@@ -124,6 +124,11 @@ _HANG_FAULTS: dict[str, Fault] = {
     **dict.fromkeys(_WAITS_OF_CODE, "your code"),
     **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),
 }
+_OWN_LOCK = Advice(
+    text="Find the thread that holds the lock at that line (`tidegauge stacks`), and take several locks in "
+    "the same order everywhere",
+    expected="no thread waits for a lock whose holder waits for it",
+)
 _READ_OUTPUT = Advice(
     text="Read the child's output while it runs: use subprocess.run or communicate(), or stdout=subprocess.DEVNULL",
     expected="its pipe never fills, and it comes to its end",
@@ -169,6 +174,8 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]
     if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
         remedies = [_READ_OUTPUT]
+    if kind == "blocked on a lock" and hang.locus.role == "main":
+        remedies = [_OWN_LOCK]
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
     if goes_on:
         advice.append(_LOOK_AGAIN)

@@ -32,7 +32,7 @@ from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, fact
 from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
-from collector.stacks import WAITS_FOR_BATCH
+from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
 
@@ -262,7 +262,9 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
-    if waits is not None and waits == culprit.awaits:
+    waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
+    if waits_for_itself or (waits is not None and waits == culprit.awaits):
+        found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
         found = _with_loss(life, found, culprit, series[-1]["time_ns"], seconds)
     return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
 

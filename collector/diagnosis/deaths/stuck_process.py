@@ -33,6 +33,7 @@ Series: TypeAlias = Sequence[Mapping[str, Any]]
 _SERIES_SECONDS = 30.0
 #: A process that takes this share of a core is computing, not blocked.
 _BUSY_RATIO = 0.5
+_MOST_THREADS = 2  # of the threads of a process that a sentence names
 #: Helpers are at work from this share on: on a machine with too few cores they get little.
 _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
@@ -133,6 +134,16 @@ class Process:
         if awaited == AWAITS_POOL and any(is_in(frame, "worker", _POOL_PATHS) for frame in self._all_frames):
             return AWAITS_TASK  # a ThreadPool
         return awaited
+
+    @property
+    def other_threads(self) -> str:
+        """A sentence on the user's own lines in which its other threads stand, with a blank before it."""
+        places = []
+        for stack in self.threads:
+            frame = next((frame for frame in stack.frames if frame.is_own), None)
+            if frame is not None and stack.thread != MAIN_THREAD:
+                places.append(f"{stack.thread} stands in {_place_words(frame)}")
+        return f" {' and '.join(places[:_MOST_THREADS])}." if places else ""
 
     @property
     def _all_frames(self) -> Iterator[Frame]:

@@ -449,3 +449,14 @@ def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, p
     assert (told in finding.summary) == ended
     assert finding.advice[0].text.startswith("Hand the exceptions") == ended
     assert "forkserver" not in finding.advice[0].text
+
+
+def test_training_at_a_lock_is_told_where_its_other_threads_stand():
+    script = stacks(training(), process(MAIN, IN_MAIN, LOCK))
+    saving = [["saver", "/home/me/train.py", 9], ["Thread.run", f"{LIBRARY}/threading.py", 1]]
+    for event in script.events:
+        if event["kind"] == "stacks":
+            event["processes"][0]["threads"].append({"thread": "Thread-1 (saver)", "waits": LOCK, "frames": saving})
+    finding = only(script)
+    assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
+    assert finding.advice[0].text.startswith("Find the thread that holds the lock")
