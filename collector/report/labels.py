@@ -141,7 +141,7 @@ LABELS = {
     # Ends of processes
     "silent_seconds": "no step or batch for",
     "idle_seconds": "no CPU time for",
-    "longest_pause_seconds": "longest pause before",
+    "longest_pause_seconds": "longest pause",
     "busy_ratio": "time on CPU",
     "last_moved_seconds": "since it last received or sent data",
     "exception_after_seconds": "time of the exception",

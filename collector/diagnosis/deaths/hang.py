@@ -245,7 +245,7 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
-        evidence.append(fact("longest_pause_seconds", round(silence["longest_seconds"], 1), "before"))
+        evidence.append(fact("longest_pause_seconds", round(silence["longest_seconds"], 1), "until then"))
     death = catalogue.HANG_OF_WORKER if is_worker else catalogue.HANG
     found = death.finding(
         locus=culprit.locus,
