@@ -164,7 +164,7 @@ def _use_words(use: _Use | None) -> str:
             ", and for most of this time it neither computes nor waits for a core: it sleeps, or waits for a file, \
 the network or a lock"
         )
-    return f"; it computes for {percent(use.cpu)} of this time and waits for a core for {percent(use.run_queue)}"
+    return f": it computes for {percent(use.cpu)} of this time and waits for a core for {percent(use.run_queue)}"
 
 
 def _advice(by: str, rank: int | None, seconds: float) -> Advice:
