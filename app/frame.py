@@ -17,14 +17,12 @@ from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
 from app.runtime.visitors import may_enter, runs_or_reason
 from collector.store import LATEST, Run, is_trial, own_first, queries
-from training_harness.layout import home_path
+from training_harness.layout import home_path, name_in_run_id
 
 #: Keys of the controls whose values are in the address.
 _CONTROLS = ("run", "rank", "window", "x")
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
-#: Part of a run's id that is its first name: by default that of the script.
-_SCRIPT = slice(16, -5)
 #: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins beside it.
 _STYLE = """<style>
 .stMainBlockContainer { padding: 4rem 3rem 3rem; }
@@ -168,7 +166,7 @@ def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
     """
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
     older = [other.run_id for other in runs[runs.index(run) + 1 :] if is_trial(other) == is_trial(run)]
-    before = [name for name in older if name[_SCRIPT] == run.run_id[_SCRIPT]] or older or list(by_id)
+    before = [name for name in older if name_in_run_id(name) == name_in_run_id(run.run_id)] or older or list(by_id)
     chosen = st.multiselect(
         "Compare with (the first is the baseline)",
         list(by_id),

@@ -120,6 +120,11 @@ def new_run_id(name: str, *, wall_seconds: float) -> str:
     return f"{stamp}-{slug(name)}-{os.urandom(2).hex()}"
 
 
+def name_in_run_id(run_id: str) -> str:
+    """Return the name in an id that `new_run_id` made: that of the script, unless the user gave another one."""
+    return run_id[16:-5]
+
+
 def slug(name: str) -> str:
     """Return a name as it stands in a run id."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"

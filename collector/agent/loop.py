@@ -288,10 +288,10 @@ class Agent:
         with self._problems.guard("devices"):
             pids = frozenset(key.pid for key in self._processes.alive)
             # The driver may still hold memory of a process that has just ended.
-            pids_then = pids | self._pids_before
+            sampled = pids | self._pids_before
             # PyTorch's records are compared with these: a busy machine may be late in the tick.
             read_ns = self._clock_ns()
-            self._write("device", read_ns, self._devices.sample(pids_then, self._roles.recording_pids))
+            self._write("device", read_ns, self._devices.sample(sampled, self._roles.recording_pids))
             self._pids_before = pids
 
     def _verdict_anon_bytes(self) -> int:

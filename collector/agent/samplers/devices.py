@@ -271,7 +271,7 @@ def _by_process(processes: Iterable[tuple[int, int | None]], pids: Set[int], rec
     """
     measured = [(pid, used_bytes) for pid, used_bytes in processes if used_bytes is not None]
     of_run = [used_bytes for pid, used_bytes in measured if pid in pids]
-    recorded = [used_bytes for pid, used_bytes in measured if pid in pids & recording_pids]
+    recorded = [used_bytes for pid, used_bytes in measured if pid in pids and pid in recording_pids]
     of_others = [used_bytes for pid, used_bytes in measured if pid not in pids]
     return {
         "process_used_bytes": sum(of_run) if of_run else None,

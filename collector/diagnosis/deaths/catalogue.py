@@ -6,6 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from signal import SIGABRT, SIGBUS, SIGILL
 
+from collector.diagnosis.deaths.stuck_process import (
+    AWAITS_POOL,
+    AWAITS_QUEUE,
+    AWAITS_TASK,
+    AWAITS_THREAD,
+    COLLECTIVE,
+)
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
 from collector.stacks import FULL_PIPE
@@ -71,21 +78,21 @@ _HANG_ADVICE = {
         text="Start the child process with stdin=subprocess.DEVNULL and a timeout",
         expected="it cannot wait for input for ever; an exception in place of the hang",
     ),
-    "waiting for a process pool": Advice(
+    AWAITS_POOL: Advice(
         text="Look at what the pool's processes do (`py-spy dump --pid` of each), and give its results a timeout "
         "(`.get(timeout=...)`)",
         expected="an exception in place of the hang",
     ),
-    "waiting for an item of a queue": Advice(
+    AWAITS_QUEUE: Advice(
         text="Find the thread or process that should fill this queue: `tidegauge stacks` shows whether it lives "
         "and where it stands; give `get` a timeout",
         expected="an exception in place of the hang",
     ),
-    "waiting for the end of a thread": Advice(
+    AWAITS_THREAD: Advice(
         text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
         expected="the line at which the thread stands is the cause",
     ),
-    "waiting for the result of a task": Advice(
+    AWAITS_TASK: Advice(
         text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
         "timeout",
         expected="the line at which the task stands is the cause",
@@ -97,7 +104,7 @@ _HANG_ADVICE = {
         text="Check the storage behind that file (dmesg, mount, NFS server)",
         expected="the process goes on when the storage answers; no signal ends it before",
     ),
-    "waiting in a collective": Advice(
+    COLLECTIVE: Advice(
         text="Find the rank that has not entered it: `tidegauge stacks` on the other nodes, and their logs",
         expected="the missing rank's own stack shows the cause",
     ),
@@ -109,20 +116,10 @@ _HANG_ADVICE = {
         expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
     ),
 }
-_WAITS_OF_CODE = (
-    "blocked on a lock",
-    "waiting for a pipe",
-    "waiting for a child",
-    "waiting for a process pool",
-    "waiting for an item of a queue",
-    "waiting for the end of a thread",
-    "waiting for the result of a task",
-    "computing",
-)
-#: Begin of what a process that hangs waits for -> where the cause lies. Not known in a collective.
-_HANG_FAULTS: dict[str, Fault] = {
-    **dict.fromkeys(_WAITS_OF_CODE, "your code"),
+#: Begin of such a wait -> where the cause lies, if not in the user's code. It is not known in a collective.
+_HANG_FAULTS: Mapping[str, Fault | None] = {
     **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),
+    COLLECTIVE: None,
 }
 _OWN_LOCK = Advice(
     text="Find the thread that holds the lock at that line (`tidegauge stacks`), and take several locks in "
@@ -179,7 +176,9 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
     if goes_on:
         advice.append(_LOOK_AGAIN)
-    return replace(hang, advice=(*advice, *hang.advice), fault=_HANG_FAULTS.get(kind or ""))
+    return replace(
+        hang, advice=(*advice, *hang.advice), fault=None if kind is None else _HANG_FAULTS.get(kind, "your code")
+    )
 
 
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:

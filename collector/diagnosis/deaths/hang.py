@@ -25,7 +25,16 @@ from collector.diagnosis.deaths.stuck_process import (
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, key_of, sampled_on, whole, written
+from collector.diagnosis.run.columns import (
+    ITERATIONS,
+    SECOND_NS,
+    between,
+    floats,
+    key_of,
+    sampled_on,
+    whole,
+    written,
+)
 from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
@@ -290,12 +299,10 @@ def _lost_children(life: Lifecycle, key: ProcessKey, since_ns: float, until_ns: 
 
     A pool with `maxtasksperchild` ends its processes all the time.
     """
-    samples = sampled_on(life.tables, key[0])
+    samples = between(sampled_on(life.tables, key[0]), 0, until_ns)
     children = samples.loc[floats(samples, "parent_pid") == key[1], "process_pid"].unique()
     ended = samples[samples["process_pid"].isin(children) & (floats(samples, "alive") == 0)]
-    times = floats(ended, "time_ns")
-    ended, times = ended[times <= until_ns], times[times <= until_ns]
-    if (times < since_ns - _AT_ONCE_SECONDS * SECOND_NS).any():
+    if (floats(ended, "time_ns") < since_ns - _AT_ONCE_SECONDS * SECOND_NS).any():
         return []
     return [int(pid) for pid in floats(ended, "process_pid")]
 

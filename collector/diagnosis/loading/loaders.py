@@ -115,6 +115,7 @@ def replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     return replaced
 
 
+@once
 def recreated_loaders(tables: RunTables, key: ProcessKey) -> dict[int, int]:
     """Map each re-created loader to the last of its chain, for scripts that make a DataLoader in each epoch.
 

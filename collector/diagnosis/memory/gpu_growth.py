@@ -127,12 +127,10 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
     if trend is None:
         use = use_of(tables, rank, "inactive_split", split)
         trend = use.growth(negligible_bytes(reserved))
-        confirmed = witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)}) if trend is not None else ()
-        return (
-            [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
-            if trend and confirmed
-            else []
-        )
+        confirmed = () if trend is None else witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)})
+        if trend is None or not confirmed:
+            return []
+        return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
     if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
         return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]
     holes = {"inactive_split_rise_bytes": (rank.seconds, split)}

@@ -59,6 +59,11 @@ class LoadingCase:
         )
 
     @property
+    def is_collated_in_place(self) -> bool:
+        """True if workers write batches straight into shared memory (torch/utils/data/_utils/collate.py)."""
+        return self.loop.setting.get("collate") == "default_collate"
+
+    @property
     def pace_evidence(self) -> tuple[Evidence, ...]:
         """Parts of the loop's time per batch; without the transfer where all of the wait counts as starving."""
         transfer = {"hand_over_seconds": self.steady.transfer} if self.steady.transfer else {}

@@ -28,8 +28,6 @@ _LISTED_BATCHES = 50
 MOST_TAIL = 0.2  # share of the batches that may be slow ones
 _LEAST_TIME_OF_TAIL = 0.5  # share of the fetches' time from which a few slow batches are named
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
-
-
 _BUSY_THREADS = 0.5  # cores that other threads use from which they may hold the loop up
 _MOVE_THREADS = Advice(
     text="Find the thread of the training process that computes (`tidegauge stacks`), and move its work to another "
@@ -211,7 +209,6 @@ def collate_bound(case: LoadingCase) -> Finding:
     finding, limit, steady = workers_too_slow(case), worker_limit(case.loop), case.steady
     interval = max(steady.consumer, (steady.fetch_mean - steady.collate_mean) / case.loop.num_workers)
     now = number(1 / steady.interval)
-    is_default = case.loop.setting.get("collate") == "default_collate"
     return dataclasses.replace(
         finding,
         kind="collate-bound",
@@ -230,7 +227,7 @@ def collate_bound(case: LoadingCase) -> Finding:
         ),
         advice=(
             Advice(
-                text=_SMALLER_SAMPLES if is_default else _CHEAPER_COLLATE,
+                text=_SMALLER_SAMPLES if case.is_collated_in_place else _CHEAPER_COLLATE,
                 expected=f"up to {_batches_per_second(interval)} without collate_fn, instead of {now}",
                 effect="changes results",
             ),

@@ -81,8 +81,8 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         start = _start_before(starts.get(int(pid), []), first_ns)
         startup_ns, ready_ns, waited_ns = _startup(start, first_ns, waits[ramp[0]])
         drawing_ns = min(idle_ns[epoch], first_ns - waits[ramp[0]] - start.created_ns) if start else 0.0
-        is_between = (ended_ns > before_ns) & (ended_ns < first_ns)
-        startup_ns += float(endings_ns[is_between].sum())
+        between = slice(*np.searchsorted(ended_ns, (before_ns, first_ns)))
+        startup_ns += float(endings_ns[between].sum())
         before_ns = ends[epoch]
         refill_ns = max(0.0, float(np.nansum(starved[ramp])) - waited_ns - len(ramp) * usual_ns)
         rows.append(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.core_waits import spent_ratio
 from collector.diagnosis.run.columns import SECOND_NS, between, finite, floats, sampled, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -146,14 +147,14 @@ def _use_of_time(
         for key, rows in steps.items():
             times = floats(rows, "time_ns")
             samples = between(sampled(tables, key), times[0], times[-1])
-            if len(samples) < _MIN_SAMPLES:
+            ratio, count_all = spent_ratio(samples, column, _MIN_SAMPLES)
+            if not count_all:
                 return None
-            used, at = floats(samples, column), floats(samples, "time_ns")
-            per_step[key] = (used[-1] - used[0]) / (at[-1] - at[0]) * float(np.diff(times).mean())
+            per_step[key] = ratio * float(np.diff(times).mean())
         others = float(np.median([value for key, value in per_step.items() if key != straggler]))
         shares.append((per_step[straggler] - others) / SECOND_NS / late_seconds)
     cpu, run_queue = (float(np.clip(share, 0.0, 1.0)) for share in shares)
-    return _Use(cpu=cpu, run_queue=min(run_queue, 1.0 - cpu)) if math.isfinite(cpu + run_queue) else None
+    return _Use(cpu=cpu, run_queue=min(run_queue, 1.0 - cpu))
 
 
 def _use_words(use: _Use | None) -> str:

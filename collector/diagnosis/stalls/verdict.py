@@ -171,13 +171,11 @@ def _hand_overs(case: LoadingCase, waits: HandOver) -> list[Finding]:
         pinned = floats(written(case.loop.tables, "device_memory", case.loop.main), "pinned_allocated_bytes")
         pinned_bytes = float(np.nanmax(pinned, initial=0.0))
         is_pinned = bool(case.loop.setting.get("pin_memory")) and pinned_bytes > 0
-        # default_collate writes a batch straight into shared memory (torch/utils/data/_utils/collate.py).
-        is_copied = case.loop.setting.get("collate") != "default_collate"
-        if is_pinned and is_copied:
+        if is_pinned and not case.is_collated_in_place:
             findings.append(catalogue.copy_or_pin_bound(case, waits))
         elif is_pinned:
             findings.append(catalogue.pin_bound(case, waits, pinned_bytes))
-        elif is_copied:
+        elif not case.is_collated_in_place:
             findings.append(catalogue.copy_bound(case, waits))
     return findings
 

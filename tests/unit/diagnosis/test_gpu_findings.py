@@ -90,6 +90,19 @@ def more(name, size):
     return lambda rows: rows[name] + size
 
 
+def with_cache(tables, size):
+    """Return a run whose allocator keeps `size` bytes more at each record; the driver counts them at once."""
+    cache = tables.streams["device_memory"].assign(cache=size)
+
+    def used(rows):
+        return {
+            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
+            for name in ("used_bytes", "process_used_bytes")
+        }
+
+    return with_columns(with_allocator(tables, reserved_bytes=more("reserved_bytes", size)), "device", used)
+
+
 def with_other_job(tables, others):
     """Return a run with another job on its GPU, which holds `others` bytes in each sample."""
     return with_driver(
@@ -454,17 +467,7 @@ def test_cache_of_evaluations_between_steps_is_no_demand():
     """The driver counts it at once, and PyTorch's records show it only at the next step."""
     run = recorded(TENSORS)
     records = run.streams["device_memory"]
-    cache = records.assign(cache=300 * MIB * ((records["step"] + 15) // 60))
-
-    def used(rows):
-        return {
-            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
-            for name in ("used_bytes", "process_used_bytes")
-        }
-
-    cached = with_columns(
-        with_allocator(run, reserved_bytes=more("reserved_bytes", cache["cache"])), "device", used
-    )
+    cached = with_cache(run, 300 * MIB * ((records["step"] + 15) // 60))
     evaluated = only_rows(cached, "device_memory", lambda rows: rows["step"] % 60 < 45)
     [without], [risk] = find_device_risk(run), find_device_risk(evaluated)
     assert risk.rate.value == pytest.approx(without.rate.value, rel=0.1)
@@ -474,17 +477,7 @@ def test_cache_of_evaluations_between_steps_is_no_demand():
 def test_forecast_does_not_need_a_cache_that_is_steady_from_step_to_step():
     """A tensor that grows by torch.cat leaves blocks that fit nothing, and PyTorch releases them at the limit."""
     run = recorded(TENSORS)
-    cache = run.streams["device_memory"].assign(cache=lambda rows: rows["step"] % 90 // 3 * 60 * MIB)
-
-    def used(rows):
-        return {
-            name: rows[name] + at_times(rows["time_ns"], cache, "cache")
-            for name in ("used_bytes", "process_used_bytes")
-        }
-
-    cached = with_columns(
-        with_allocator(run, reserved_bytes=more("reserved_bytes", cache["cache"])), "device", used
-    )
+    cached = with_cache(run, run.streams["device_memory"]["step"] % 90 // 3 * 60 * MIB)
     [risk] = find_device_risk(cached)
     assert risk.rate.value == pytest.approx(find_device_risk(run)[0].rate.value, rel=0.2)
 
