@@ -65,6 +65,12 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if is_known(value) else MISSING
 
 
+def counted(value: float, thing: str) -> str:
+    """Return a count with its noun: `1 sample`, `2,500 samples`, `3 batches`."""
+    ending = "" if value == 1 else "es" if thing.endswith(("ss", "tch")) else "s"
+    return f"{count(value)} {thing}{ending}"
+
+
 def listed(items: Iterable[object]) -> str:
     """Return items as a list in a sentence: `0`, `0 and 1`, `0, 1 and 2`."""
     *others, last = map(str, items)
@@ -78,7 +84,7 @@ def after_steps(steps_count: float) -> str:
     """
     if steps_count < 1:
         return "in the first step"
-    return f"after {steps_count:,.0f} {'step' if steps_count == 1 else 'steps'}"
+    return f"after {counted(steps_count, 'step')}"
 
 
 def percent(ratio: float | None) -> str:

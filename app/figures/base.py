@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from app.theme import Theme
 from collector.store.queries import Lines
+from collector.units import counted
 
 #: Time on an x axis: seconds since the run was made, or optimizer steps.
 Axis = Literal["elapsed", "step"]
@@ -224,7 +225,7 @@ def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
 
 def sampled(lines: Lines) -> str:
     """Return in words how a line was thinned; empty if every sample is drawn."""
-    return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""
+    return f"min-max of {counted(lines.samples_count, 'sample')}" if lines.thinned else ""
 
 
 def faint(colour: str, opacity: float = 0.45) -> str:

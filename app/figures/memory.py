@@ -16,7 +16,7 @@ from app.figures.samples import pauses, sample_line, stack, with_gaps
 from app.format import byte_axis
 from app.theme import Theme
 from collector.store.queries import MAIN_PLACE, Lines
-from collector.units import count, growth, is_known, percent, size
+from collector.units import count, counted, growth, is_known, percent, size
 
 #: column of `process` -> its name on an axis.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
@@ -138,7 +138,7 @@ def open_files(lines: Lines, theme: Theme, *, limit_count: float) -> TimeChart:
     peak = lines.points["value"].max()
     if peak * 3 > limit_count:
         limit(figure, limit_count, f"limit {count(limit_count)}", theme)
-    caption = f"Peak {count(peak)} of {count(limit_count)} allowed, over {lines.samples_count:,} samples."
+    caption = f"Peak {count(peak)} of {count(limit_count)} allowed, over {counted(lines.samples_count, 'sample')}."
     return TimeChart(title="How near are open files to their limit?", figure=figure, caption=caption)
 
 
@@ -181,12 +181,14 @@ def per_process(
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
         caption += " (private dirty could not be read; RSS is blind to copy-on-read growth)"
-    caption += f", drawn as {sampled(lines)}." if sampled(lines) else f", n = {lines.samples_count:,} samples."
+    caption += (
+        f", drawn as {sampled(lines)}." if sampled(lines) else f", n = {counted(lines.samples_count, 'sample')}."
+    )
     if "RSS" in parts:
         caption += (
             f" No {word} was read of {unread(places, metric)}: RSS is drawn, which counts shared pages fully."
         )
-    caption += f" {restarts:,} worker restarts (▲)." if restarts else ""
+    caption += f" {counted(restarts, 'worker restart')} (▲)." if restarts else ""
     return TimeChart(title=title, figure=figure, caption=caption, takeaway=_fastest(places, metric))
 
 

@@ -30,7 +30,7 @@ from app.theme import Theme
 from collector import report
 from collector.diagnosis.loading import Lanes
 from collector.store.queries import Lines
-from collector.units import duration, number, percent, quantity
+from collector.units import counted, duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
 #: column of milliseconds -> (name in the legend, attribute of the theme, pattern of the bar)
@@ -85,14 +85,14 @@ def stages(split: pd.DataFrame, theme: Theme) -> Chart:
     caption = (
         f"Median fetch: {quantity(split['median_ms'].median(), 'ms')} over all, slowest "
         f"{worker_name(int(slowest['worker']), slowest['rank'])} with {quantity(slowest['median_ms'], 'ms')} "
-        f"(n = {int(split['n'].sum()):,} batches)."
+        f"(n = {counted(split['n'].sum(), 'batch')})."
     )
     return _shares(split, _STAGES, theme, "What does each worker do with its time?", caption)
 
 
 def causes(split: pd.DataFrame, theme: Theme) -> Chart:
     """Draw the shares of each worker's fetch time on the CPU, waiting for a core, and blocked."""
-    caption = f"Split of the time in the dataset and in collate (n = {int(split['n'].sum()):,} batches). "
+    caption = f"Split of the time in the dataset and in collate (n = {counted(split['n'].sum(), 'batch')}). "
     caption += "Blocked: on I/O, a lock or a sleep."
     if split["run_queue_ms"].isna().all():
         caption += " The kernel gives no run-queue time here: waiting for a core counts as blocked."
@@ -133,7 +133,7 @@ def heat(fetches: pd.DataFrame, theme: Theme) -> TimeChart:
     return TimeChart(
         title="Which worker is slow, and when?",
         figure=figure,
-        caption=f"Longest fetch per cell, of {int(fetches['n'].sum()):,} batches; empty: no batch made.",
+        caption=f"Longest fetch per cell, of {counted(fetches['n'].sum(), 'batch')}; empty: no batch made.",
         takeaway=f"Largest: {quantity(float(np.nanmax(grid)), 'ms')}.",
         hover=_heat_hover,
     )
@@ -165,7 +165,9 @@ def waits(batches: pd.DataFrame, queue: Mapping[str, Lines], theme: Theme, *, in
     for name, points in counts.items():
         (colour, dash), x, y = _QUEUE[name], points["elapsed_seconds"], points["value"]
         figure.add_trace(line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2"))
-    caption = f"Longest wait {quantity(batches['longest_ms'].max(), 'ms')} over {batches['n'].sum():,} batches."
+    caption = (
+        f"Longest wait {quantity(batches['longest_ms'].max(), 'ms')} over {counted(batches['n'].sum(), 'batch')}."
+    )
     if most > 1:
         caption += f" Line and band: median and 95th percentile of up to {most:,} batches."
     if inline:

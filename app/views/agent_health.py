@@ -12,7 +12,7 @@ from app.figures import samples
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from collector.store import queries
-from collector.units import MISSING, number, percent, quantity, size
+from collector.units import MISSING, counted, number, percent, quantity, size
 
 NOTHING = "Yes. No records lost; every process reports."
 #: Events that report a part of Tidegauge that failed.
@@ -34,7 +34,7 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
             command=f"tidegauge collect {moment.run_id}",
         )
         return
-    n = f"over {int(table['n'].sum()):,} samples"
+    n = f"over {counted(table['n'].sum(), 'sample')}"
     slowest = table.iloc[int(table["interval_p95_ms"].fillna(-1).to_numpy().argmax())]
     p50_p95 = f"{quantity(slowest['interval_ms'], 'ms')} / {quantity(slowest['interval_p95_ms'], 'ms')}"
     yield Metrics(

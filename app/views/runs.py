@@ -21,7 +21,7 @@ from app.theme import Theme, theme_of
 from collector import report
 from collector.store import Edit, Run, annotate
 from collector.store.prune import delete_runs
-from collector.units import MISSING, duration
+from collector.units import MISSING, counted, duration
 from training_harness.layout import home_path
 
 QUESTION = "What changed from run to run?"
@@ -301,7 +301,7 @@ def _draw_deletion(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run])
     """Draw the button that deletes the chosen runs after a second press; pinned and running ones stay."""
     staying = [entry.run_id for entry in chosen if entry.is_pinned or entry.status == "running"]
     going = [entry for entry in chosen if entry.run_id not in staying]
-    words = "1 run" if len(going) == 1 else f"{len(going)} runs"
+    words = counted(len(going), "run")
     with st.popover("Delete", icon=":material/delete:", disabled=not going):
         st.markdown(plain(f"Delete {words} and all their records: {', '.join(entry.run_id for entry in going)}?"))
         if any(by_id[entry.run_id].is_shared for entry in going):
@@ -365,7 +365,7 @@ def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], 
     st.subheader(plain(f"Runs of `{history.command.text}`"), anchor=False)
     folder = f"in {history.command.folder}" if history.command.folder else ""
     parts = f"{len(history.runs)} of " if len(history.runs) < len(entries) else ""
-    count = f"{parts}{len(entries)} run{'' if len(entries) == 1 else 's'}"
+    count = f"{parts}{counted(len(entries), 'run')}"
     left_out = f"left out: {', '.join(history.left_out)}" if history.left_out else ""
     st.caption(plain(" · ".join(filter(None, [count, history.machine, folder, left_out]))))
     sentences = report.change_sentences(history)

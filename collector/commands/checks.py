@@ -27,7 +27,7 @@ from collector.agent.samplers.samples import Sample
 from collector.agent.samplers.stack_dumps import StackError, read_stacks
 from collector.errors import TidegaugeError
 from collector.findings import Locus
-from collector.units import percent, size
+from collector.units import counted, percent, size
 from training_harness.layout import STORE_VARIABLE, create_run
 from training_harness.ptracer import COLLECTOR_VARIABLE, RESTRICTED, process_name, ptrace_scope
 
@@ -237,7 +237,7 @@ def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
         return Check("GPUs", sampler.reason)
     totals = [sample["total_bytes"] for sample in sampler.sample(set())]
     sizes = ", ".join("size unknown" if total is None else size(total) for total in totals)
-    gpus = f"{len(totals)} GPU{'s' if len(totals) > 1 else ''} ({sizes}) by {sampler.library}"
+    gpus = f"{counted(len(totals), 'GPU')} ({sizes}) by {sampler.library}"
     pids = sampler.user_pids()
     if not pids:
         return Check("GPUs", f"{gpus}; no process uses them now, or the driver hides it, as in a container")

@@ -78,6 +78,7 @@ def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: st
     from collector.findings import finite
     from collector.report.listing import as_json, list_entry, run_table
     from collector.store import is_trial, list_runs
+    from collector.units import counted
 
     all_runs = list_runs(home)
     listed = [run for run in all_runs if with_trials or not is_trial(run)]
@@ -92,7 +93,7 @@ def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: st
     else:
         click.echo(f"no runs in {home}; start one with: tidegauge run -- COMMAND")
     if hidden := len(all_runs) - len(listed):
-        say(f"not listed: {hidden} {'trial' if hidden == 1 else 'trials'} of `tidegauge tune`; --trials lists them")
+        say(f"not listed: {counted(hidden, 'trial')} of `tidegauge tune`; --trials lists them")
 
 
 @click.command()

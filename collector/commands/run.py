@@ -287,6 +287,7 @@ def collect(
     from collector.agent import loop
     from collector.agent.samplers.procfs import LocalProcess
     from collector.store import find_run
+    from collector.units import counted
     from training_harness.journal import start_ticks
 
     run = find_run(home, spec)
@@ -310,7 +311,9 @@ def collect(
         from collector.report.html import verdict_card
 
         write_card(run.path, verdict_card(verdict, run_id=run.run_id, name=run.name))
-    click.echo(f"{run.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
+    click.echo(
+        f"{run.run_id}: all records are stored; {verdict.status}, {counted(verdict.steps, 'step')}", err=True
+    )
     _close(outlets)
 
 

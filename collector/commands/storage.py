@@ -11,7 +11,7 @@ import click
 
 from collector.commands.options import home_option, parse_tags, show_table
 from collector.errors import TidegaugeError, one_line
-from collector.units import size
+from collector.units import counted, size
 from training_harness.budget import parse_size
 
 if TYPE_CHECKING:
@@ -203,6 +203,6 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
 
 def _size_text(stored: Sequence[StoredRun], unfinished: int) -> str:
     """Return number and size of runs, `3 runs, 1.2 GiB`, and the rests of others from an interrupted prune."""
-    runs = "1 run" if len(stored) == 1 else f"{len(stored)} runs"
+    runs = counted(len(stored), "run")
     words = f"{runs}, {size(sum(run.size_bytes for run in stored))}"
     return f"{words}, and the rest of {unfinished} whose deletion was interrupted" if unfinished else words

@@ -25,7 +25,7 @@ from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Finding, Limit, Locus
-from collector.units import duration, number, percent, size
+from collector.units import counted, duration, number, percent, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
 _REASONS = {
@@ -192,7 +192,7 @@ def _of_training(life: Lifecycle) -> Iterator[tuple[float, str]]:
     if len(steps):
         yield (
             float(floats(steps, "time_ns")[-1]),
-            f"The last of {number(floats(steps, 'step')[-1] + 1)} steps ended.",
+            f"The last of {counted(floats(steps, 'step')[-1] + 1, 'step')} ended.",
         )
 
 
@@ -219,7 +219,7 @@ def _precaution(event: Mapping[str, Any]) -> str:
     done = {
         "command": "ran the command of --before-oom",
         "function": "asked the training for its precautions",
-    }.get(action, f"sent {action} to {len(pids)} process{'' if len(pids) == 1 else 'es'}")
+    }.get(action, f"sent {action} to {counted(len(pids), 'process')}")
     near = "was nearly met" if left is None else f"was at least {duration(float(left))} away"
     return f"Tidegauge {done}: the limit {event.get('limit')} {near}."
 

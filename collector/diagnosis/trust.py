@@ -18,7 +18,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
 from collector.store import ProcessKey
-from collector.units import listed
+from collector.units import counted, listed
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
 
 #: Seconds, and batches, that an epoch's workers have to report once the epoch yields batches.
@@ -199,7 +199,7 @@ def _samples_lost(tables: RunTables) -> Finding:
         kind="samples-lost",
         severity="warning",
         confidence=1.0,
-        summary=f"{tables.lost_count} records could not be written"
+        summary=f"{counted(tables.lost_count, 'record')} could not be written"
         + (f" ({', '.join(streams)})" if streams else "")
         + "; the training was not affected, the verdict may be.",
         evidence=(

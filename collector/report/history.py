@@ -17,7 +17,7 @@ from collector.findings import SEVERITIES, Identity
 from collector.report.known import Command
 from collector.report.listing import ListEntry
 from collector.report.results import ResultFinding
-from collector.units import is_known, quantity
+from collector.units import counted, is_known, quantity
 
 #: Probability with which a trend of runs of one level shows a change all the same.
 _SIGNIFICANCE = 0.01
@@ -168,7 +168,7 @@ def history_of(command: Command, entries: Iterable[ListEntry]) -> History:
         (len(judged) - len(long), "with less than half the usual steps"),
         (len(long) - len(runs), "on machines of another size"),
     )
-    left_out = tuple(f"{_runs(count)} {why}" for count, why in counts if count)
+    left_out = tuple(f"{counted(count, 'run')} {why}" for count, why in counts if count)
     return History(command=command, runs=tuple(runs), machine=machine, left_out=left_out)
 
 
@@ -209,7 +209,7 @@ def _sentence(trend: Trend, change: LevelChange, runs: Sequence[ListEntry], unit
     after, before = quantity(change.after, unit), quantity(change.before, unit)
     return (
         f"{_since(change, runs)}: {trend.title} {after}, before {before} "
-        f"({difference}; {_runs(change.before_count)} before, {change.after_count} after)."
+        f"({difference}; {counted(change.before_count, 'run')} before, {change.after_count} after)."
     )
 
 
@@ -266,7 +266,7 @@ class FindingHistory:
     @property
     def words(self) -> str:
         """The history in one clause: `in 6 of 9 runs, first at commit a1b2c3d, gone since commit d4e5f6a`."""
-        parts = [f"in {self.count} of {_runs(self.runs_count)}"]
+        parts = [f"in {self.count} of {counted(self.runs_count, 'run')}"]
         if self.first is not None:
             parts.append(f"first at {place_words(self.first)}")
         if self.gone is not None:
@@ -322,7 +322,3 @@ def _serious(entry: ListEntry) -> list[ResultFinding]:
 
 def _rank(severity: str) -> int:
     return [*SEVERITIES, severity].index(severity)
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"

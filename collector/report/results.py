@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from collector.findings import Identity, finite, identity
 from collector.report import wording
 from collector.store import RESULT, Run, change_document
-from collector.units import is_known, number, size
+from collector.units import counted, is_known, number, size
 
 if TYPE_CHECKING:
     from collector.diagnosis import Machine, RunTables, Verdict
@@ -132,7 +132,7 @@ def machine_words(machine: Machine) -> str:
         rounded_bytes = round(machine["memory_bytes"] / _GIB) * _GIB
         parts.append(size(rounded_bytes or machine["memory_bytes"]))
     if gpus := machine["gpus_bytes"]:
-        parts.append(f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} of {size(gpus[0])}")
+        parts.append(f"{counted(len(gpus), 'GPU')} of {size(gpus[0])}")
     return ", ".join(parts)
 
 

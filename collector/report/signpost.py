@@ -11,7 +11,7 @@ from rich.text import Text
 from collector.diagnosis import Verdict
 from collector.findings import KINDS, Finding
 from collector.report import card
-from collector.units import duration, number
+from collector.units import counted, duration
 
 _HEALTHY = ("overview", "the key figures of the run")
 
@@ -38,7 +38,7 @@ def look_first(verdict: Verdict, run_id: str, address: str, *, command: str) -> 
 def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Group:
     """Draw a run in a few lines: its end, the gravest finding, what to do, and the page to open."""
     finding = gravest(verdict)
-    how = f"{verdict.status}, {number(verdict.steps)} steps, {duration(verdict.duration_seconds)}"
+    how = f"{verdict.status}, {counted(verdict.steps, 'step')}, {duration(verdict.duration_seconds)}"
     lines: list[RenderableType] = [Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(verdict)]
     if finding is not None and finding.advice:
         lines.append(_labelled("Do", f"{finding.advice[0].text.removesuffix('.')}."))

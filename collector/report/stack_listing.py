@@ -10,6 +10,7 @@ from rich.text import Text
 
 from collector.report.wording import locus
 from collector.stacks import Frame, Stack, StackGroup, folded
+from collector.units import counted
 
 #: Lines of source before and after the line that a thread executes.
 _CONTEXT_LINES = 2
@@ -75,7 +76,7 @@ def _frame_lines(frames: Sequence[Frame], *, has_source: bool = True) -> Iterato
     is_excerpted = False
     for entry in folded(frames):
         if isinstance(entry, int):
-            yield Text(f"    … {entry} library frame{'s' if entry > 1 else ''}", style="dim")
+            yield Text(f"    … {counted(entry, 'library frame')}", style="dim")
             continue
         yield Text(f"    {_place(entry)}")
         if has_source and entry.is_own and not is_excerpted:

@@ -133,7 +133,7 @@ def test_every_rank_answers_and_its_training_does_not_change(home, tmp_path):
         taken, refused = ask("allocator")
         assert taken == {}
         assert len(refused) == 2
-        assert all("does not use CUDA" in line for line in refused)
+        assert all(": this process does not use CUDA" in line for line in refused)
 
         ranks[1].send_signal(signal.SIGSTOP)
         shutil.rmtree(run.path / layout.SNAPSHOTS)

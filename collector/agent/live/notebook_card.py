@@ -9,7 +9,7 @@ from pathlib import Path
 
 from collector.agent.live.prometheus import View, by_role
 from collector.report.html import live_card
-from collector.units import percent, quantity
+from collector.units import counted, percent, quantity
 from training_harness.layout import CARD
 
 #: Seconds between two cards.
@@ -70,7 +70,10 @@ def values(view: View, steps_per_second: float | None) -> Iterator[tuple[str, st
         yield "data wait", f"{percent(sum(sums.get('data_wait_ns', 0) for sums in ranks) / step_ns)} of step time"
     processes = by_role(view.samples.get("process", ())).values()
     if pss_bytes := sum(total["pss_bytes"] for total in processes):
-        yield "host memory", f"{quantity(pss_bytes, 'bytes')} in {sum(one['count'] for one in processes)} processes"
+        yield (
+            "host memory",
+            f"{quantity(pss_bytes, 'bytes')} in {counted(sum(one['count'] for one in processes), 'process')}",
+        )
     for host in view.samples.get("host", ()):
         yield "available", f"{quantity(host['memory_available_bytes'], 'bytes')} on this machine"
     for (_, _, device), newest in (view.totals.allocator if view.totals is not None else {}).items():

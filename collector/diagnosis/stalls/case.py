@@ -15,7 +15,7 @@ from collector.diagnosis.run.columns import floats, mean, median
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.findings import Evidence, Locus, Severity, measurements
-from collector.units import count
+from collector.units import counted
 
 #: Epochs that the error of a mean refill needs.
 MIN_PASSES = 3
@@ -135,7 +135,7 @@ class EpochStarts:
     @property
     def batches_words(self) -> str:
         """The usual number of batches of an epoch in words, such as `50 batches`."""
-        return f"{count(self.usual_batches)} {'batch' if self.usual_batches == 1 else 'batches'}"
+        return f"{counted(self.usual_batches, 'batch')}"
 
     def facts(self, role: str) -> Facts:
         """Return the facts of a finding on these starts; its cause is in a process of this role."""

@@ -21,7 +21,7 @@ from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
 from collector.findings import Advice, Evidence, Finding, cannot_tell, fact, measurements
-from collector.units import duration, number, percent
+from collector.units import counted, duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
 _LISTED_BATCHES = 50
@@ -442,7 +442,7 @@ def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
         confidence=confidence(skew.tail_batches, 10 * case.loop.ramp),
         summary=f"The dataset of loader {case.loop.loader} is shared out unevenly: {which} has "
         f"{number(skew.share)} times its even share, and works on when others are done. That costs "
-        f"{duration(loss.seconds)} in {skew.epochs} epochs, {percent(loss.ratio)} of the run.",
+        f"{duration(loss.seconds)} in {counted(skew.epochs, 'epoch')}, {percent(loss.ratio)} of the run.",
         locus=dataclasses.replace(loop_locus(case.loop, "worker"), worker=skew.worker),
         since_step=step_at(case.loop.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
         evidence=loss.evidence(largest_share_ratio=skew.share, tail_batches_count=skew.tail_batches / skew.epochs),

@@ -20,7 +20,7 @@ from collector.diagnosis.stalls.case import EpochStarts
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Finding
-from collector.units import count, duration, percent
+from collector.units import counted, duration, percent
 
 _HOUR_SECONDS = 3600.0
 #: Least share of a refill that the first batch must cause, beyond the time of any other, to be its cause.
@@ -175,8 +175,9 @@ def worker_startup(starts: EpochStarts) -> Finding:
     return Finding(
         kind="worker-startup",
         summary=f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch costs "
-        f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
-        f"first ({starts.batches_words} each), {duration(starts.loss.seconds)} in all.",
+        f"{percent(starts.loss.ratio)} of the run: {startup} for each of "
+        f"{counted(len(starts.passes), 'epoch')} after the first "
+        f"({starts.batches_words} each), {duration(starts.loss.seconds)} in all.",
         evidence=starts.loss.evidence(
             worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
         ),
@@ -207,7 +208,7 @@ def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
     return Finding(
         kind="worker-startup",
         summary=f"Starting the workers of loader {starts.loop.loader} took {duration(loss.seconds)} of this short "
-        f"run, {percent(loss.ratio)}: {count(starts_count)} {'start' if starts_count == 1 else 'starts'}, "
+        f"run, {percent(loss.ratio)}: {counted(starts_count, 'start')}, "
         f"{duration(per_start)} each. {longer}",
         evidence=loss.evidence(startup_wait_seconds=per_start, epoch_seconds=epoch_seconds),
         advice=() if workers_stay else (advice,),
@@ -223,7 +224,7 @@ def sampler_at_epochs(starts: EpochStarts) -> Finding:
         kind="sampler-bound",
         summary=f"At the start of each epoch the sampler takes {each} until it gives its first index "
         f"({sampler} or the batch sampler of loader {loop.loader}), while the workers "
-        f"wait for it: {duration(starts.loss.seconds)} in {len(starts.passes)} epochs after the first, "
+        f"wait for it: {duration(starts.loss.seconds)} in {counted(len(starts.passes), 'epoch')} after the first, "
         f"{percent(starts.loss.ratio)} of the run.",
         evidence=starts.loss.evidence(
             sampler_start_seconds=starts.mean("sampler"), epoch_seconds=starts.mean("seconds")
@@ -243,7 +244,7 @@ def first_batch_of_epochs(starts: EpochStarts) -> Finding:
     return Finding(
         kind="inline-loading",
         summary=f"The first batch of each epoch of loader {loop.loader} takes {longer} longer than the others, as "
-        f"{begins}: {duration(starts.loss.seconds)} in {len(starts.passes)} epochs after the first, "
+        f"{begins}: {duration(starts.loss.seconds)} in {counted(len(starts.passes), 'epoch')} after the first, "
         f"{percent(starts.loss.ratio)} of the run. The training process makes its batches itself (num_workers=0).",
         evidence=starts.loss.evidence(
             first_batch_excess_seconds=starts.mean("refill"), epoch_seconds=starts.mean("seconds")
@@ -280,7 +281,7 @@ def epoch_refill(starts: EpochStarts) -> Finding:
     return Finding(
         kind="epoch-refill",
         summary=f"Each epoch of loader {starts.loop.loader} {begins}: that costs {refill} for each "
-        f"of {len(starts.passes)} epochs after the first ({starts.batches_words} each), "
+        f"of {counted(len(starts.passes), 'epoch')} after the first ({starts.batches_words} each), "
         f"{duration(starts.loss.seconds)} or {percent(starts.loss.ratio)} of the run. Prefetching does not cross "
         "the end of an epoch.",
         evidence=starts.loss.evidence(

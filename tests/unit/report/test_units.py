@@ -16,6 +16,14 @@ def test_several_things_are_listed_as_in_a_sentence(items, words):
     assert quantities.listed(items) == words
 
 
+@pytest.mark.parametrize(
+    ("value", "thing", "words"),
+    [(0, "run", "0 runs"), (1, "batch", "1 batch"), (2500, "batch", "2,500 batches"), (2, "epoch", "2 epochs")],
+)
+def test_counted_things_have_their_plural(value, thing, words):
+    assert quantities.counted(value, thing) == words
+
+
 @pytest.mark.parametrize("missing", [None, math.nan, pd.NA, pd.NaT, math.inf])
 @pytest.mark.parametrize("write", [quantities.size, quantities.number, quantities.percent, quantities.duration])
 def test_missing_value_is_a_dash_not_zero(write, missing):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from training_harness import session
-from training_harness.hooks.on_request.snapshots import save, with_shared_stacks
+from training_harness.hooks.on_request.snapshots import RefusedError, save, with_shared_stacks
 from training_harness.hooks.on_request.tensor_census import census
 from training_harness.session import Session
 
@@ -46,12 +46,12 @@ class Growth:
     """Trace of the allocations in the next steps of this process, two at least; it begins at once.
 
     Raises:
-        RuntimeError: the training uses `tracemalloc` itself.
+        RefusedError: the training uses `tracemalloc` itself.
     """
 
     def __init__(self, torch: Any, steps: int, unit: str = "steps") -> None:
         if tracemalloc.is_tracing():
-            raise RuntimeError("the training uses tracemalloc itself; try again when it has stopped")
+            raise RefusedError("the training uses tracemalloc itself; try again when it has stopped")
         self._torch = torch
         self._steps = steps
         self._unit = unit

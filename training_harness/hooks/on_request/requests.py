@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from training_harness import session
 from training_harness.hooks.on_request import risk
 from training_harness.hooks.on_request.allocation_growth import Growth
-from training_harness.hooks.on_request.snapshots import save, save_allocator, write
+from training_harness.hooks.on_request.snapshots import RefusedError, save, save_allocator, write
 from training_harness.hooks.on_request.tensor_census import census
 from training_harness.hooks.patching import Hook
 from training_harness.layout import REQUESTS
@@ -124,6 +124,8 @@ class Requests:
         begun_ns = time.monotonic_ns()
         try:
             answer = make(current)
+        except RefusedError as error:
+            answer = {"error": str(error)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         if answer is not None:
@@ -155,9 +157,9 @@ class Requests:
         if what == "allocator":
             return save_allocator(current, torch, with_history=self.has_history)
         if what not in ("profile", "growth"):
-            raise ValueError(f"this version does not know {what!r}; a newer Tidegauge requested it")
+            raise RefusedError(f"this version does not know {what!r}; a newer Tidegauge requested it")
         if self._running is not None:
-            raise RuntimeError("another profile or growth is being recorded; try again when it has ended")
+            raise RefusedError("another profile or growth is being recorded; try again when it has ended")
         steps = int(request["steps"])
         self._running = Profile(torch, steps) if what == "profile" else Growth(torch, steps, self._unit)
         self._running_name = name
@@ -172,12 +174,12 @@ class Profile:
     """Profile of the next steps of this process, for a minute at most; it begins at once.
 
     Raises:
-        RuntimeError: the training profiles itself, and only one profiler can run.
+        RefusedError: the training profiles itself, and only one profiler can run.
     """
 
     def __init__(self, torch: Any, steps: int) -> None:
         if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("the training runs a profiler of its own; try again when that has ended")
+            raise RefusedError("the training runs a profiler of its own; try again when that has ended")
         profiler = torch.profiler
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():  # else the profiler would initialise it

@@ -27,6 +27,10 @@ _COMPRESS_LEVEL = 3
 _NESTED = ("frames", "blocks", "history")
 
 
+class RefusedError(RuntimeError):
+    """A request that the training's state does not allow: the message tells the user why."""
+
+
 def save(current: Session, what: str, document: Mapping[str, Any]) -> dict[str, Any]:
     """Write a document; return its `path`, relative to the run directory, and its size (`bytes`)."""
     identity = current.identity
@@ -53,12 +57,13 @@ def save_allocator(current: Session, torch: Any, *, with_history: bool) -> dict[
     """Save the state of the CUDA allocator, with its history if that is recorded; return paths and size.
 
     Raises:
-        RuntimeError: CUDA is not in use, or this allocator has no snapshots (cudaMallocAsync).
+        RefusedError: CUDA is not in use.
+        RuntimeError: this allocator has no snapshots (cudaMallocAsync).
         OSError: it cannot be written.
     """
     cuda = torch.cuda
     if not cuda.is_initialized():
-        raise RuntimeError("this process does not use CUDA: there is no CUDA allocator to look at")
+        raise RefusedError("this process does not use CUDA: there is no CUDA allocator to look at")
     if with_history:
         snapshot = cuda.memory._snapshot()
         file = write(current, "allocator.pickle", lambda path: path.write_bytes(pickle.dumps(snapshot)))
