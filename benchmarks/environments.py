@@ -1,4 +1,4 @@
-"""A virtual environment for each other tool, made on demand in benchmarks/.peers."""
+"""A virtual environment for each other tool, made on demand in benchmarks/.peers: a set for each torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import venv
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CACHE = REPOSITORY / "benchmarks" / ".peers"
+CACHE = REPOSITORY / "benchmarks" / ".peers" / Path(sys.prefix).name
 #: tool -> what pip installs. Torch and numpy come from this environment.
 PACKAGES = {
     "traceml": "traceml-ai==0.5.0",

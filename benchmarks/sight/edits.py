@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,11 +38,17 @@ def traceml(model: Any) -> Iterator[Edit]:
 
 @contextlib.contextmanager
 def stormlog(_model: Any) -> Iterator[Edit]:
-    """Lines: a `CPUMemoryTracker` from the start to the end, whose events are exported."""
-    tracker = importlib.import_module("stormlog").CPUMemoryTracker()
+    """Lines: a tracker from the start to the end, whose events are exported; on a GPU it records errors too."""
+    stormlog, guard = importlib.import_module("stormlog"), contextlib.nullcontext()
+    if os.environ["SIGHT_DEVICE"] == "cuda":
+        tracker = stormlog.MemoryTracker(enable_oom_flight_recorder=True, oom_dump_dir=str(FOLDER / "oom"))
+        guard = tracker.capture_oom()
+    else:
+        tracker = stormlog.CPUMemoryTracker()
     tracker.start_tracking()
     try:
-        yield Edit()
+        with guard:
+            yield Edit()
     finally:
         tracker.stop_tracking()
         tracker.export_events(str(FOLDER / "events.json"), format="json")
@@ -78,7 +85,7 @@ def mlflow(_model: Any) -> Iterator[Edit]:
 def trackio(_model: Any) -> Iterator[Edit]:
     """Lines: `init`, a call that logs the loss, and `finish`."""
     trackio = importlib.import_module("trackio")
-    trackio.init(project="sight", cpu_log_interval=SECONDS, embed=False)
+    trackio.init(project="sight", cpu_log_interval=SECONDS, gpu_log_interval=SECONDS, embed=False)
     yield Edit(log=lambda loss: trackio.log({"loss": loss}))
     trackio.finish()
 
@@ -115,7 +122,13 @@ def profiler(_model: Any) -> Iterator[Edit]:
         table = averages.table(sort_by="cpu_time_total", row_limit=-1, max_name_column_width=60)
         (FOLDER / "table.txt").write_text(table)
         total = sum(row.self_cpu_time_total for row in averages)
-        rows = {row.key: (100 * row.cpu_time_total / total, row.self_cpu_memory_usage / 2**20) for row in averages}
+        rows = {
+            row.key: (
+                100 * row.cpu_time_total / total,
+                (row.self_cpu_memory_usage + row.self_device_memory_usage) / 2**20,
+            )
+            for row in averages
+        }
         (FOLDER / "rows.json").write_text(json.dumps(rows))
 
     schedule = profiler.schedule(wait=100, warmup=10, active=200, repeat=1)

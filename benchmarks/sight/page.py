@@ -1,4 +1,4 @@
-"""The page docs/sight.md, from what the tools said."""
+"""The pages docs/sight.md and docs/sight-cuda.md, from what the tools said."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.environments import PACKAGES, REPOSITORY, python_of
-from benchmarks.sight.rules import FAULTS, NOT_RUN, Verdict, judge, sentences
-from benchmarks.sight.tools import TOOLS, Tool
+from benchmarks.sight.rules import Fault, Verdict, judge, sentences
+from benchmarks.sight.tools import ALONE, TOOLS, Tool
 
 #: Most lines of a quotation, and characters of a line.
 _LINES, _WIDTH = 4, 240
@@ -23,14 +23,25 @@ _VERDICT = re.compile(r"^(verdict|why):|^. (info|warning|critical)\b|finding|att
 #: Text of each run: fault -> tool -> what it said.
 Runs = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
-_INTRODUCTION = """\
+_CPU = """\
 # What each tool sees
 
 The same small training runs under each tool, each time with one planted fault. The table says what the tool says
 *by itself*: in its summary, its report, its alert, or the curves that it stores. `python -m benchmarks.sight` runs
-it all and writes this page. Each tool has an environment of its own. A training takes {seconds} s; one that still
-runs after {patience} s gets Ctrl-C.
+it all and writes this page. Faults of GPU memory have [a page of their own](sight-cuda.md). Each tool has an
+environment of its own. A training takes {seconds} s; one that still runs after {patience} s gets Ctrl-C.
+"""
+_CUDA = """\
+# What each tool sees of CUDA memory
 
+The same small training runs on a GPU under each tool, once healthy and twice with a planted fault. The table says
+what the tool says *by itself*, as in [What each tool sees](sight.md). `python -m benchmarks.sight --cuda` runs it
+all and writes this page.
+
+The GPU is simulated (`tests/cuda_sim`): programs and PyTorch's allocator are real, driver and NVML only keep
+account of memory. A tool that needs more of the driver may see more on a real GPU.
+"""
+_RULES = """\
 - **✓**: one sentence names the fault: it says all that the second column asks for.
 - **hint**: a sentence names the symptom alone. **curve**, **line**, **table**, **stack**: the fault is in a curve,
   in the functions that hold memory, in a table or in a stack, unlike in the healthy training. A reader must find
@@ -38,43 +49,49 @@ runs after {patience} s gets Ctrl-C.
 - **—**: nothing that differs from the healthy training.
 
 The rule is the same for all tools, ours too (`benchmarks/sight/rules.py`). Sentences that a tool says of the
-healthy training as well do not count. The recorders of system metrics take a sample each second here instead of one
-in 10 or 15 s. Other tools have other purposes: trackers keep metrics, memray and the profilers answer questions.
-
+healthy training as well, or that the training prints without a tool, do not count. The recorders of system metrics
+take a sample each second here instead of one in 10 or 15 s. Other tools have other purposes: trackers keep metrics,
+memray and the profilers answer questions.
+"""
+_OTHERS = """\
 Others say more in places. memray names the function that holds the memory, Tidegauge only with `--investigate`.
 py-spy shows the stacks at once, Tidegauge after 30 s without a batch. torch.profiler's table names the operation
 that takes the memory.
 """
 
 
-def page(runs: Runs, *, seconds: float, patience: float) -> Iterator[str]:
-    """Yield the lines of the page."""
+def page(runs: Runs, faults: Mapping[str, Fault], device: str, *, seconds: float, patience: float) -> Iterator[str]:
+    """Yield the lines of the page on trainings that run on `cpu` or on a simulated `cuda`."""
     tools = [tool for tool in TOOLS.values() if any(tool.name in runs[fault] for fault in runs)]
-    yield _INTRODUCTION.format(seconds=f"{seconds:.0f}", patience=f"{patience:.0f}")
+    if device == "cuda":
+        yield from (_CUDA, _RULES)
+    else:
+        yield from (_CPU.format(seconds=f"{seconds:.0f}", patience=f"{patience:.0f}"), _RULES, _OTHERS)
+    gpu = "simulated GPU" if device == "cuda" else "no GPU"
     yield (
         f"{datetime.datetime.now(datetime.UTC):%-d %B %Y}, {os.cpu_count()} cores, {platform.system()} "
-        f"{platform.machine()}, no GPU, Python {platform.python_version()}, torch {version('torch')}. "
+        f"{platform.machine()}, {gpu}, Python {platform.python_version()}, torch {version('torch')}. "
         f"{_load(runs)}\n"
     )
     verdicts = {
-        (fault, tool.name): judge(tool, fault, runs[fault][tool.name], runs["healthy"][tool.name])
+        (fault, tool.name): judge(
+            tool, faults[fault], runs[fault][tool.name], runs["healthy"][tool.name], runs[fault][ALONE.name]["text"]
+        )
         for fault in runs
         for tool in tools
         if tool.name in runs[fault]
     }
     yield from _row("fault", "a sentence must say", *(tool.title for tool in tools))
     yield from _row(*("---" for _ in range(len(tools) + 2)))
-    for fault in runs:
+    for fault in faults:
         marks = [verdicts[fault, tool.name].mark if (fault, tool.name) in verdicts else "" for tool in tools]
-        title = f"[{FAULTS[fault].title}](#{fault})"
-        yield from _row(title, FAULTS[fault].rule, *(_strong(mark) for mark in marks))
-    for title, reason in NOT_RUN.items():
-        yield from _row(title, f"not run: {reason}", *("" for _ in tools))
+        title = f"[{faults[fault].title}](#{fault})"
+        yield from _row(title, faults[fault].rule, *(_strong(mark) for mark in marks))
     yield "\nFor the healthy training the table says whether the tool raises an alarm: warning or critical."
     yield "An empty cell: not run.\n"
     yield from _how(tools)
-    for fault in runs:
-        yield f"\n## {fault}\n\nFault: {FAULTS[fault].title}. A sentence must say: {FAULTS[fault].rule}.\n"
+    for fault in faults:
+        yield f"\n## {fault}\n\nFault: {faults[fault].title}. A sentence must say: {faults[fault].rule}.\n"
         for tool in tools:
             if (fault, tool.name) in verdicts:
                 verdict = verdicts[fault, tool.name]
@@ -133,7 +150,7 @@ def _quotation(tool: Tool, verdict: Verdict, said: Mapping[str, Any]) -> Iterato
         yield f"{heading}: {nothing}{f'; curves of {curves}' if curves and tool.shows == 'curve' else ''}.\n"
         return
     yield f"{heading}:\n\n```text"
-    for line in lines[:_LINES]:
+    for line in [*dict.fromkeys(lines)][:_LINES]:
         yield textwrap.shorten(line, _WIDTH, placeholder=" …")
     yield "```\n"
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from benchmarks.sight.edits import Edit, edited
 
+DEVICE = os.environ["SIGHT_DEVICE"]
 FAULT, SECONDS = os.environ["SIGHT_FAULT"], float(os.environ["SIGHT_SECONDS"])
 BATCH_SIZE, FEATURES = 8, 32
 KIB = 1 << 10
@@ -92,12 +93,13 @@ def train(edit: Edit, model: nn.Module) -> None:
     for features, labels in loader:
         with edit.step():
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(features), labels)
+            outputs = model(features.to(DEVICE))
+            loss = nn.functional.cross_entropy(outputs, labels.to(DEVICE))
             loss.backward()
             optimizer.step()
         edit.log(loss.item())
-        if FAULT in ("main-leak", "oom-kill"):
-            kept.append(torch.ones(LEAK_BYTES, dtype=torch.uint8))
+        if FAULT in ("main-leak", "oom-kill", "cuda-leak", "cuda-oom"):
+            kept.append(torch.ones(LEAK_BYTES, dtype=torch.uint8, device=DEVICE))
         elif FAULT == "shm-growth":
             kept.append(features)
         elif FAULT == "fd-leak":
@@ -109,7 +111,7 @@ def train(edit: Edit, model: nn.Module) -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Network()
+    model = Network().to(DEVICE)
     with edited(os.environ.get("SIGHT_TOOL", ""), model) as edit:
         train(edit, model)
 

@@ -22,6 +22,8 @@ from typing import Any
 
 Series = dict[str, list[tuple[float, float]]]
 _REPOSITORY = Path(__file__).resolve().parents[2]
+#: Events of Stormlog's tracker that report a risk.
+_ALERTS = ("warning", "critical", "error")
 #: Terminal colours and cursor moves.
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -38,11 +40,14 @@ def report(command: str, *arguments: str) -> str:
 
 
 def stormlog(folder: Path) -> tuple[str, Series]:
-    """Its tracker keeps the resident memory of its process; `gpumemprof analyze` judges it."""
+    """Its tracker keeps the memory of its process, and alerts; `gpumemprof analyze` judges it."""
     events = json.loads((folder / "events.json").read_text())
     samples = [event for event in events if event["event_type"] == "sample"]
-    rss = [(event["timestamp_ns"] / 1e9, float(event["device_used_bytes"])) for event in samples]
-    return report("gpumemprof", "analyze", str(folder / "events.json")), {"RSS of the training process": rss}
+    alerts = [f"{each['event_type']}: {each['context']}" for each in events if each["event_type"] in _ALERTS]
+    name = "allocated on the GPU" if os.environ["SIGHT_DEVICE"] == "cuda" else "RSS of the training process"
+    used = [(event["timestamp_ns"] / 1e9, float(event["device_used_bytes"])) for event in samples]
+    analysis = report("gpumemprof", "analyze", str(folder / "events.json"))
+    return "\n".join([*alerts, analysis]), {name: used}
 
 
 def wandb(folder: Path) -> tuple[str, Series]:
@@ -156,6 +161,7 @@ def output_only(_folder: Path) -> tuple[str, Series]:
 
 READERS: dict[str, Any] = {
     "tidegauge": output_only,
+    "alone": output_only,
     "traceml": output_only,
     "traceml-unedited": output_only,
     "py-spy": pyspy,

@@ -56,6 +56,7 @@ class Fault:
     ends: bool = False
 
 
+#: Faults of trainings that use no GPU.
 FAULTS = {
     "healthy": Fault("healthy", "no warning", ()),
     "main-leak": Fault(
@@ -125,10 +126,23 @@ FAULTS = {
         ends=True,
     ),
 }
-#: Faults that are not run here.
-NOT_RUN = {
-    "leak of CUDA memory": "needs a GPU, or the environment of `make test-cuda`",
-    "CUDA out of memory": "needs a GPU, or the environment of `make test-cuda`",
+#: Faults of trainings on a GPU.
+CUDA_FAULTS = {
+    "healthy": FAULTS["healthy"],
+    "cuda-leak": Fault(
+        "leak of CUDA memory",
+        "GPU memory grows or leaks",
+        (_GROWS, r"gpu|cuda|vram|tensors"),
+        shows=_GROWS,
+        curve=r"gpu.*(mem|alloc)|allocated|aten::(ones|empty): memory",
+    ),
+    "cuda-oom": Fault(
+        "CUDA out of memory",
+        "what held the GPU's memory",
+        (r"tensors?|allocator|cache|process|fragment", r"\bh(e|o)ld|\bkept|keeps?|grew|\bgrow"),
+        shows=r"out of memory|\boom\b|ran out",
+        curve=r"gpu.*(mem|alloc)|allocated|aten::(ones|empty): memory",
+    ),
 }
 
 
@@ -140,13 +154,18 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def judge(tool: Tool, name: str, said: Mapping[str, Any], healthy: Mapping[str, Any]) -> Verdict:
-    """Return the verdict on what a tool said of a fault, compared with what it said of the healthy training."""
-    fault = FAULTS[name]
-    if name == "healthy":
+def judge(
+    tool: Tool, fault: Fault, said: Mapping[str, Any], healthy: Mapping[str, Any], printed: str = ""
+) -> Verdict:
+    """Return the verdict on what a tool said of a fault, compared with what it said of the healthy training.
+
+    Args:
+        printed: what the training with the fault prints without a tool: those sentences do not count either.
+    """
+    if not fault.names:
         alarms = [line for line in sentences(said["text"]) if _ALARM.search(line)]
         return Verdict("alarm" if alarms else "none", tuple(alarms))
-    usual = {_FIGURE.sub("#", line) for line in sentences(healthy["text"])}
+    usual = {_FIGURE.sub("#", line) for line in sentences(f"{healthy['text']}\n{printed}")}
     lines = [
         line
         for line in sentences(said["text"])
@@ -155,7 +174,7 @@ def judge(tool: Tool, name: str, said: Mapping[str, Any], healthy: Mapping[str, 
     if named := [line for line in lines if all(_has(pattern, line) for pattern in fault.names)]:
         return Verdict("✓", tuple(named))
     if fault.shows and (shown := [line for line in lines if _has(fault.shows, line)]):
-        return Verdict(tool.shows, tuple(shown))
+        return Verdict("hint" if tool.shows == "curve" else tool.shows, tuple(shown))
     if curves := shown_curves(fault, said["series"], healthy["series"]):
         return Verdict(tool.shows, tuple(curves))
     return Verdict("—", ())

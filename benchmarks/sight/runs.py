@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.environments import REPOSITORY, python_of
 from benchmarks.sight.tools import DUMP_SECONDS, Tool
 from tests.cgroups import memory_cgroup
+from tests.cuda_sim import simulator
 
 #: A /dev/shm, a /proc/meminfo and a memory cgroup of its own, then the command.
 _CONFINED = """
@@ -26,6 +27,8 @@ exec "$@"
 """
 #: Memory limit of the training that the kernel kills, and of all others.
 _LIMIT_MIB, _AMPLE_MIB = 1200, 1 << 20
+#: Memory of the simulated GPU on which the training runs out of it, and of that of all others.
+_SMALL_GPU, _AMPLE_GPU = "900M", "4G"
 TRAINING_SECONDS = 25.0
 #: A tool that does not start the training on a busy machine is tried again.
 _ATTEMPTS = 3
@@ -33,24 +36,31 @@ _ATTEMPTS = 3
 PATIENCE_SECONDS, LAST_SECONDS = 70.0, 60.0
 
 
-def said(tool: Tool, fault: str, keep: Path) -> dict[str, Any]:
-    """Return what a tool said of a fault; run the program if it is not kept."""
-    folder = keep / fault / tool.name
+def said(tool: Tool, fault: str, device: str, keep: Path) -> dict[str, Any]:
+    """Return what a tool said of a fault; run the program on `cpu` or a simulated `cuda` if it is not kept."""
+    folder = keep / device / fault / tool.name
     if not (folder / "said.json").exists():
         for _ in range(_ATTEMPTS):
             if (folder / "began").exists() and (folder / "status.json").exists():
                 break
-            _run(tool, fault, folder)
+            _run(tool, fault, device, folder)
         reading = str(REPOSITORY / "benchmarks" / "sight" / "reading.py")
         words = [str(python_of(tool.environment)), "-P", reading, tool.name, str(folder)]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"SIGHT_DEVICE": device},
+        )
         status = json.loads((folder / "status.json").read_text())
         content = json.loads(done.stdout.splitlines()[-1]) | status
         (folder / "said.json").write_text(json.dumps(content))
     return dict(json.loads((folder / "said.json").read_text()))
 
 
-def _run(tool: Tool, fault: str, folder: Path) -> None:
+def _run(tool: Tool, fault: str, device: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     signal.signal(
@@ -61,11 +71,16 @@ def _run(tool: Tool, fault: str, folder: Path) -> None:
         "HOME": str(folder),
         "SIGHT_FAULT": fault,
         "SIGHT_TOOL": tool.edit,
+        "SIGHT_DEVICE": device,
         "SIGHT_SECONDS": str(TRAINING_SECONDS),
         "TIDEGAUGE_HOME": str(folder / "home"),
         "TRACKIO_DIR": str(folder / "trackio"),
         "COLUMNS": "160",
     }
+    if device == "cuda":
+        libraries = simulator.build(Path(sys.prefix) / "cuda_sim")
+        memory = _SMALL_GPU if fault == "cuda-oom" else _AMPLE_GPU
+        environ = simulator.environment(libraries, memory=memory, base=environ)
     program = str(REPOSITORY / "benchmarks" / "sight" / "program.py")
     command = tool.command(python_of(tool.environment), program, folder)
     with (

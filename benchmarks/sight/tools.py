@@ -65,7 +65,13 @@ _TOOLS = (
     ),
     Tool("traceml-unedited", "TraceML, no edit", "traceml", f"{_TRACEML}; its summary", by_traceml),
     Tool(
-        "stormlog", "Stormlog", "stormlog", "`CPUMemoryTracker`, `gpumemprof analyze`", plain, "stormlog", "curve"
+        "stormlog",
+        "Stormlog",
+        "stormlog",
+        "`CPUMemoryTracker`, for a GPU `MemoryTracker`; `gpumemprof analyze`",
+        plain,
+        "stormlog",
+        "curve",
     ),
     Tool("wandb", "W&B", "wandb", "`init`, `log`; its system metrics", plain, "wandb", "curve"),
     Tool(
@@ -78,4 +84,6 @@ _TOOLS = (
     Tool("torch.profiler", "torch.profiler", "", "`profile(profile_memory=True)`", plain, "profiler", "table"),
     Tool("py-spy", "py-spy", "", f"`py-spy dump --subprocesses` after {DUMP_SECONDS:.0f} s", plain, "", "stack"),
 )
+#: The training without a tool.
+ALONE = Tool("alone", "", "", "")
 TOOLS = {tool.name: tool for tool in _TOOLS}

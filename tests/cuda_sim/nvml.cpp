@@ -164,6 +164,8 @@ NVML Result nvmlDeviceGetUtilizationRates(Handle handle, unsigned *percents) {
     return SUCCESS;
 }
 NVML Result nvmlDeviceGetPowerUsage(Handle handle, unsigned *milliwatts) { REQUIRE_DEVICE(handle); *milliwatts = 90000; return SUCCESS; }
+NVML Result nvmlDeviceGetEnforcedPowerLimit(Handle handle, unsigned *milliwatts) { REQUIRE_DEVICE(handle); *milliwatts = 300000; return SUCCESS; }
+NVML Result nvmlDeviceGetPowerManagementLimit(Handle handle, unsigned *milliwatts) { return nvmlDeviceGetEnforcedPowerLimit(handle, milliwatts); }
 NVML Result nvmlDeviceGetTemperature(Handle handle, unsigned, unsigned *celsius) { REQUIRE_DEVICE(handle); *celsius = 41; return SUCCESS; }
 NVML Result nvmlDeviceGetTemperatureV(Handle handle, Temperature *found) { REQUIRE_DEVICE(handle); found->celsius = 41; return SUCCESS; }
 NVML Result nvmlDeviceGetCudaComputeCapability(Handle handle, int *major, int *minor) {
