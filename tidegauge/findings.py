@@ -230,7 +230,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at; `reason` says why it was not judged."""
+    """One thing that was looked at; `reason` says why it was not judged, or only in part."""
 
     name: str
     status: CheckStatus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -31,7 +32,7 @@ def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ..
     """Return every check on a run, with its result."""
     if lifecycle_of(tables).mains:  # growth of a helper leaves the training's own memory fine
         findings = [f for f in findings if (f.severity, f.locus.role) != ("info", "other")]
-    return tuple(_check(name, obstacle(tables), findings) for name, obstacle in _CHECKS.items())
+    return tuple(_in_part(tables, _check(name, obstacle(tables), findings)) for name, obstacle in _CHECKS.items())
 
 
 def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
@@ -45,6 +46,15 @@ def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
     elif suspects:
         obstacle = obstacle or "not known for each loader"
     return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
+
+
+def _in_part(tables: RunTables, check: Check) -> Check:
+    """Add to a check that found nothing what it did not see."""
+    if check.name != "GPU memory" or check.status != "fine":
+        return check
+    if np.isfinite(floats(tables.stream("device"), "used_bytes")).any():
+        return check
+    return replace(check, reason="of PyTorch alone: NVML reports nothing")
 
 
 def _leads_to(name: str, finding: Finding) -> bool:

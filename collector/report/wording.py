@@ -139,8 +139,12 @@ def subject(name: str) -> str:
 
 
 def check_words(checks: Sequence[Check]) -> tuple[str, str]:
-    """Return what was looked at without a finding, and what was not judged, with the reasons; empty if nothing."""
-    fine = [check.name for check in checks if check.status == "fine"]
+    """Return what was looked at without a finding, and what was not judged or in part, with reasons; else empty."""
+    fine = [
+        f"{check.name} ({check.reason})" if check.reason else check.name
+        for check in checks
+        if check.status == "fine"
+    ]
     reasons: dict[str, list[str]] = {}
     for check in checks:
         if check.status == "not judged":

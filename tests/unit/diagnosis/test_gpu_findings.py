@@ -27,6 +27,7 @@ from simulated_runs import MIB
 from collector.diagnosis.memory.allocation_sites import rank_sites
 from collector.diagnosis.memory.gpu_growth import find_device_growth
 from collector.diagnosis.verdict import diagnose
+from collector.report.wording import check_words
 from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth
 from tests.recorded_runs import at_last_step, only_rows, recorded, rise, with_hidden_processes
 
@@ -59,6 +60,15 @@ def test_window_of_a_brief_training_has_decimals():
 def test_healthy_runs_have_no_growth_findings(name):
     assert kinds(recorded(name)) == []
     assert warnings_of(recorded(name)) == {}
+
+
+def test_without_nvml_only_the_memory_of_pytorch_is_called_fine():
+    run = recorded("uneven-batches")
+    [seen] = [check for check in diagnose(run).checks if check.name == "GPU memory"]
+    unseen_run = only_rows(run, "device", lambda rows: rows["device"] < 0)
+    [unseen] = [check for check in diagnose(unseen_run).checks if check.name == "GPU memory"]
+    assert (seen.status, seen.reason) == ("fine", "")
+    assert check_words([unseen])[0] == "Checked and fine: GPU memory (of PyTorch alone: NVML reports nothing)."
 
 
 def test_few_steps_are_not_enough_to_call_a_gpu_fine():
