@@ -26,6 +26,8 @@ _TRIALS, _BATCH_TRIALS = 4, 10
 _AS_IT_IS, _PERFECT = "as it is", "perfect loader"
 #: Share of the highest throughput from which a setting counts as equally fast.
 _AS_FAST = 0.95
+#: Cores that other programs use from which trials may mislead.
+_BUSY_CORES = 0.25
 #: Headers of a table within 80 columns.
 _COLUMNS = (
     "num_workers x\nprefetch_factor",
@@ -42,7 +44,8 @@ _COLUMNS = (
 class Row:
     """One trial: its setting, if known; its prediction, if any; and its measurement.
 
-    `fits` is False if memory ran out.
+    `fits` is False if memory ran out. `other_cores_count` are the cores that other programs used meanwhile, NaN if
+    unknown.
     """
 
     title: str
@@ -52,6 +55,7 @@ class Row:
     memory_bytes: float | None
     failure: str
     fits: bool
+    other_cores_count: float
 
     @property
     def batches_per_second(self) -> float:
@@ -168,7 +172,7 @@ def _trial(
     trials: Trials, title: str, loader: str | None, candidate: Candidate | None = None
 ) -> tuple[Row, TrialResult]:
     """Run a trial and report its progress; return its row, and its run for predictions."""
-    from collector.diagnosis.tuning import calibrate, held_memory, setting_of
+    from collector.diagnosis.tuning import calibrate, held_memory, setting_of, used_by_others
 
     say(f"{title}, {trials.seconds:g} s of training")
     result = trials.once(f"tune-{title}", loader, trials.seconds)
@@ -187,6 +191,7 @@ def _trial(
         memory_bytes=None if loop is None else held_memory(loop).usual,
         failure=failure,
         fits=result.fits,
+        other_cores_count=math.nan if loop is None else used_by_others(loop),
     )
     if not trials.signals:
         say(f"  {row.failure or _rate(row)}")
@@ -203,7 +208,8 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
         measured = None
         if row.measured is not None:
             names = ("batches_per_second", "samples_per_batch", "wait_ratio")
-            measured = {name: getattr(row.measured, name) for name in names} | {"memory_bytes": row.memory_bytes}
+            measured = {name: getattr(row.measured, name) for name in names}
+            measured |= {"memory_bytes": row.memory_bytes, "other_cores_count": row.other_cores_count}
         trials.append(
             {
                 "title": row.title,
@@ -228,6 +234,9 @@ def _show(rows: list[Row]) -> None:
             click.echo(f"{row.title}{setting}: {row.failure}")
     if words := _conclusion(rows):
         click.echo(words)
+    others = [row.other_cores_count for row in rows if row.measured and row.other_cores_count >= _BUSY_CORES]
+    if others:
+        say(f"other programs used up to {max(others):.1f} cores meanwhile; without them another setting may be best")
 
 
 def _cells(row: Row) -> list[str]:
