@@ -236,7 +236,9 @@ def _show(rows: list[Row]) -> None:
         click.echo(words)
     others = [row.other_cores_count for row in rows if row.measured and row.other_cores_count >= _BUSY_CORES]
     if others:
-        say(f"other programs used up to {max(others):.1f} cores meanwhile; without them another setting may be best")
+        say(
+            f"other programs used up to {max(others):.1f} cores meanwhile; without them another setting may be best"
+        )
 
 
 def _cells(row: Row) -> list[str]:
