@@ -63,7 +63,7 @@ def slow_transfer(case: LoadingCase) -> Finding:
     advice = advise_inline(steady, duration(steady.transfer), steady.transfer)
     if cores >= _BUSY_THREADS:
         missing += (
-            f". Meanwhile other threads of the training process use {number(cores)} of a core, and the loop can't "
+            f". Meanwhile other threads of the training process use {percent(cores)} of a core, and the loop can't "
             "go on while one of them holds the interpreter (GIL)"
         )
         measured["other_threads_cores_count"], advice = cores, (_MOVE_THREADS,)
@@ -361,7 +361,7 @@ def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
 
 
 def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
-    """Return a finding for batches that are copied too slowly from the workers."""
+    """Return a finding for batches whose copies from the workers take too long."""
     loss = case.loss(waits.copy_seconds)
     values = {
         "hand_over_seconds": waits.transfer_seconds,
@@ -380,7 +380,7 @@ def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
     instead_of = f"{duration(waits.transfer_seconds)} for its transfer"
     return Finding(
         kind="copy-bound",
-        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {waits.words}. "
+        summary=f"Copying the batches of loader {case.loop.loader} from its workers takes too long: {waits.words}. "
         f"{loss.words}",
         evidence=(*loss.evidence(), *measurements(waits.batches, loss.window, **values)),
         advice=(advice, *advise_inline(case.steady, instead_of, waits.transfer_seconds)),
@@ -409,7 +409,7 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
 
 
 def copy_or_pin_bound(case: LoadingCase, waits: HandOver) -> Finding:
-    """Return a finding for batches that are copied or pinned too slowly."""
+    """Return a finding for batches whose copies or pinning take too long."""
     finding = copy_bound(case, waits)
     return dataclasses.replace(
         finding,

@@ -110,11 +110,11 @@ def test_threads_that_compute_while_the_loop_waits_for_finished_batches_are_told
     script = simulate(collate="pad", **STEADY | {"consumer": jittered(0.06), "batches": 400})
     script = with_longer_waits(script, 0.05, blocked=True, payload_bytes=10_000, ready_count=2)
     seconds = 1001.0 + np.arange(0.0, 25.0)
-    used_ns = ns(1.0 if computing else 0.2) * (seconds - seconds[0])
+    used_ns = ns(2.0 if computing else 0.2) * (seconds - seconds[0])
     held = np.full(len(seconds), 300 * MIB)
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=used_ns)
     finding = loading_findings(script)[1]["cannot-tell"]
-    assert ("other threads of the training process use 1 of a core" in finding.summary) == computing
+    assert ("other threads of the training process use 220% of a core" in finding.summary) == computing
     assert finding.advice[0].text.startswith("Find the thread" if computing else "Set num_workers=0")
 
 
