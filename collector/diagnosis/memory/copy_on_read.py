@@ -260,7 +260,7 @@ def _judge(
     slots = [max(lives, key=lambda life: life.total_bytes) for lives in by_slot.values()]
     copying = [slot for slot in slots if slot.is_growth]
     n = sum(slot.n for slot in copying)
-    if n - len(copying) < 2 or len(copying) < _MIN_WORKERS_RATIO * len(slots):  # one rise is no witness
+    if n < 2 or len(copying) < _MIN_WORKERS_RATIO * len(slots):  # one reading of one worker is no witness
         return None
     workers = whole(setting.get("num_workers")) or len(by_slot)
     plateau = workers * max(slot.inherited_bytes for slot in copying)

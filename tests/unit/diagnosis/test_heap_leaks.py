@@ -239,17 +239,6 @@ def test_sparse_samples_are_enough():
     assert kinds(memory(training(), workers_private=sparse)) == ["copy-on-read-growth"]
 
 
-@pytest.mark.parametrize(("at", "expected"), [([0, 30], []), ([0, 15, 30], ["copy-on-read-growth"])])
-def test_one_rise_of_one_worker_is_no_growth(at, expected):
-    """The other one ended: the pages that the two shared are its own then."""
-    sparse = np.full(60, np.nan)
-    sparse[at] = np.linspace(10, 90, len(at))
-    script = memory(training(), workers_private=sparse)
-    rows = script.parts["process"]
-    script.parts["process"] = [part for part in rows if part["process_pid"].iloc[0] != WORKERS[1][1]]
-    assert kinds(script) == expected
-
-
 def test_a_tensor_backed_dataset_is_silent():
     assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
 
