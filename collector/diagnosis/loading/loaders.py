@@ -137,6 +137,12 @@ def recreated_loaders(tables: RunTables, key: ProcessKey) -> dict[int, int]:
     return {event["loader"]: max(one["loader"] for one in chain) for chain in joined for event in chain}
 
 
+def is_made_again(loop: Loop) -> bool:
+    """Return whether the script creates the DataLoader of a loop again, mostly for each epoch."""
+    again = {whole(event.get("loader")) for event in loop.tables.events_of("loader-again", by=loop.main)}
+    return loop.loader in again or loop.loader in recreated_loaders(loop.tables, loop.main)
+
+
 def _changes_length(chain: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether one line made loaders of several lengths, each for a while."""
     lengths = [length for length, _ in itertools.groupby(event.get("dataset_length") for event in chain)]
