@@ -20,6 +20,7 @@ EventKind = Literal[
     "thread-exception",
     "exit-message",
     "loader",
+    "loader-again",
     "loader-set",
     "setting-asked",
     "epoch-start",
@@ -169,6 +170,9 @@ EVENTS: dict[EventKind, Event] = {
         Field("file", "str", "file in which the loader was created"),
         Field("line", "int", "line on which the loader was created"),
         Field("variable", "str", "variable that the loader is assigned to on that line"),
+    ),
+    "loader-again": _event(
+        _TRAINING, "first time that a DataLoader takes over the number of one that is gone after one pass", _LOADER
     ),
     "loader-set": _event(
         _TRAINING,

@@ -45,6 +45,13 @@ def _install_auto_setting() -> Hook | None:
     return auto_setting.install(loaders) if isinstance(loaders, LoaderHook) else None
 
 
+def _install_stateful_epochs() -> Hook | None:
+    loaders = _hooks.get("batch")
+    if not isinstance(loaders, LoaderHook):
+        return None
+    return iterators.install_epochs(loaders, _STATEFUL, "StatefulDataLoader")
+
+
 def _install_compiled_passes() -> Hook | None:
     passes = _hooks.get("forward")
     if not isinstance(passes, forward_passes.ForwardHook):
@@ -143,6 +150,7 @@ HOOKS |= {
     if module != "torch"
 }
 HOOKS["trial:torchdata"] = (partial(trial.install, _STATEFUL, "StatefulDataLoader"), {_STATEFUL})
+HOOKS["epochs:torchdata"] = (_install_stateful_epochs, {_STATEFUL})
 HOOKS["compiler"] = (compiler.install, {forward_passes.EVAL_FRAME})
 HOOKS["step:fastai"] = (_install_fastai, {steps.FASTAI})
 HOOKS["forward:compiled"] = (_install_compiled_passes, {forward_passes.EVAL_FRAME})

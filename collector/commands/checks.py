@@ -55,6 +55,10 @@ _MEASUREMENTS = {
     "_reset": ("worker processes", "which processes are the workers of a loader, and whether all of them report"),
     "_shutdown_workers": ("ends of workers", "exit status of a worker that ends while its loader shuts down"),
     "worker": ("work of workers", "fetch, collate, idle, CPU, run queue, I/O of each worker"),
+    "epochs:torchdata": (
+        "epochs of torchdata",
+        "how long StatefulDataLoader takes to make the iterator of an epoch",
+    ),
     "loader site": ("names of loaders", "variable and line of each DataLoader"),
     "loader setting": ("settings of loaders", "changes of num_workers and prefetch_factor by `--workers auto`"),
     "step": (

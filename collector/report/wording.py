@@ -226,21 +226,25 @@ def stake(finding: Finding) -> str:
 
 
 def grouped(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, with information that several processes share once: sentences that differ in figures."""
+    """Return the findings, with information that several share once: sentences that differ in figures.
+
+    They are of the same loader in several processes, or of several loaders.
+    """
     groups: dict[object, list[Finding]] = {}
     for place, finding in enumerate(findings):
         words = _FIGURE.sub("", finding.summary)
-        alike = (finding.kind, finding.locus.loader, words) if finding.severity == "info" else place
-        groups.setdefault(alike, []).append(finding)
+        groups.setdefault((finding.kind, words) if finding.severity == "info" else place, []).append(finding)
     return [_for_all(*group) for group in groups.values()]
 
 
 def _for_all(finding: Finding, *others: Finding) -> Finding:
-    """Return a finding that also holds for the processes of others."""
+    """Return a finding that also holds for the processes or the loaders of others."""
     if not others:
         return finding
-    processes = "process" if len(others) == 1 else "processes"
-    return replace(finding, summary=f"{finding.summary} The same holds for {len(others)} other {processes}.")
+    is_shared = all(other.locus.loader == finding.locus.loader for other in others)
+    one, several = ("process", "processes") if is_shared else ("loader", "loaders")
+    also = f"The same holds for {len(others)} other {one if len(others) == 1 else several}."
+    return replace(finding, summary=f"{finding.summary} {also}")
 
 
 def decisive(finding: Finding) -> list[Evidence]:

@@ -91,7 +91,8 @@ def test_a_hang_is_reported_while_it_lasts_and_cancelled_on_request(hang, home):
 
 
 def test_the_verdict_after_the_whole_job_was_killed_tells_a_hang_from_a_slow_download(hang, home):
-    children = {name: hang(name, "--name", name) for name in ("pipe", "download")}
+    ways = {"pipe": "pipe", "download": "download", "pool": "main_pool"}
+    children = {name: hang(way, "--name", name) for name, way in ways.items()}
 
     def dumped(name: str) -> bool:
         logs = home.glob(f"runs/*-{name}-*/events/*.jsonl")
@@ -105,9 +106,12 @@ def test_the_verdict_after_the_whole_job_was_killed_tells_a_hang_from_a_slow_dow
         child.wait()
         report = json.loads(tidegauge(home, "report", name, "--format", "json").stdout)
         (found[name],) = [finding for finding in report["findings"] if finding["kind"] == "hang"]
-    for finding in found.values():
-        assert (finding["locus"]["worker"], finding["locus"]["role"]) == (0, "worker")
+    for name, finding in found.items():
+        place = (None, "main") if name == "pool" else (0, "worker")
+        assert (finding["locus"].get("worker"), finding["locus"]["role"]) == place
         assert {"silent_seconds", "stands_in"} <= {fact["name"] for fact in finding["evidence"]}
     assert "may hang: it is waiting for a pipe in hang_pipe, hanging.py:" in found["pipe"]["summary"]
+    assert "waiting for a process pool in hang_pool, hanging.py:" in found["pool"]["summary"]
+    assert "ended just then, and a Pool waits for ever" in found["pool"]["summary"]
     assert "is slow: it is waiting for the network" in found["download"]["summary"]
     assert "It received or sent data within the last" in found["download"]["summary"]

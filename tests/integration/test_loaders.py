@@ -162,9 +162,11 @@ def test_worker_start_is_timed_from_the_start_of_the_iterator(run, batches):
     assert (fetch.idle_ns < ready.body.map(lambda body: body["setup_ns"]).max()).all(), "setting up is not idling"
 
 
-def test_epochs_continue_with_persistent_workers_and_new_loaders(batches):
+def test_epochs_continue_with_persistent_workers_and_new_loaders(run, batches):
     epochs = batches.groupby(["case", "loader"]).epoch.nunique()
     assert epochs["thrown_away"].tolist() == [4, 1, 1, 1], "one loader, made four times; three that live at once"
+    again = [event["loader"] for event in bodies(run, "loader-again")]
+    assert [again.count(loader) for loader in epochs["thrown_away"].index] == [1, 0, 0, 0]
     assert sorted(epochs["left_early"]) == [1, 3]
     assert batches[batches.case == "cycled"].epoch.nunique() == 1
 

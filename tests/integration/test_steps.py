@@ -65,7 +65,8 @@ for _ in range(3):
 EPOCHS = """
 import time
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
+from {module} import {name}
 
 class Buckets(Sampler):
     def __len__(self):
@@ -77,7 +78,7 @@ class Buckets(Sampler):
 weight = torch.ones(4, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1)
 data = torch.ones(8, 4)
-loader = DataLoader(data, batch_size=4, sampler=Buckets(), num_workers=1, persistent_workers={persistent})
+loader = {name}(data, batch_size=4, sampler=Buckets(), num_workers=1, persistent_workers={persistent})
 for _ in range(4):
     for batch in loader:
         (batch * weight).sum().backward()
@@ -85,10 +86,17 @@ for _ in range(4):
 """
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_start_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path, persistent):
+TORCH, TORCHDATA = ("torch.utils.data", "DataLoader"), ("torchdata.stateful_dataloader", "StatefulDataLoader")
+
+
+@pytest.mark.parametrize(
+    ("persistent", "loader"), [(True, TORCH), (False, TORCH), (True, TORCHDATA), (False, TORCHDATA)]
+)
+def test_start_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path, persistent, loader):
+    module, name = loader
+    pytest.importorskip(module)
     script = tmp_path / "train.py"
-    script.write_text(EPOCHS.format(persistent=persistent))
+    script.write_text(EPOCHS.format(persistent=persistent, module=module, name=name))
     run = run_attached(script)
     assert run.done.returncode == 0, run.done.stderr
     step = run.table("step")

@@ -99,6 +99,12 @@ def hang_child():
     subprocess.run(["cat"], stdin=os.pipe()[0], check=True)
 
 
+def hang_pool():
+    pool = multiprocessing.Pool(2)
+    pool.map(time.sleep, [3, 3], chunksize=1)
+    pool.apply(os._exit, (1,))  # the pool replaces the process, and the task is lost
+
+
 def hang_busy():
     while True:
         sum(range(1000))

@@ -92,7 +92,7 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
     found: dict[ProcessKey, tuple[Process, Finding]] = {}
     for main in silent:
         culprit = _culprit(life, processes, main, [key for key in silent if key != main])
-        if culprit is not None and culprit.key not in found:
+        if culprit is not None and culprit.key not in found and not culprit.is_evaluating:
             finding = _finding(life, culprit, main, silent, series)
             found[culprit.key] = culprit, finding
     return [*found.values()]

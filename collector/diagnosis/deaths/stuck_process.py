@@ -52,6 +52,8 @@ _AWAITED = (
 STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
 #: Parts of paths of frames in phases that may take any time: a compilation, a debugger.
 _PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/")
+#: Part of the paths of frames in a pass of a model.
+_PASS_PATHS = ("torch/nn/modules/module.py",)
 #: The same for a notebook; between two cells it runs no code of its user.
 _NOTEBOOK_PATHS = ("/ipykernel/kernelapp.py",)
 
@@ -177,6 +179,12 @@ class Process:
             return False
         is_between_cells = self.main.is_in(_NOTEBOOK_PATHS) and not any(frame.is_own for frame in self.main.frames)
         return self.main.is_in(_PHASE_PATHS) or is_between_cells
+
+    @property
+    def is_evaluating(self) -> bool:
+        """True if a training process computes in passes of a model and moves: without steps, it evaluates."""
+        is_in_pass = self.main is not None and self.main.is_in(_PASS_PATHS)
+        return self.locus.role != "worker" and is_in_pass and self.is_busy and not self.is_still
 
     @property
     def is_busy(self) -> bool:

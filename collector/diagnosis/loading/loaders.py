@@ -6,7 +6,8 @@ the workers; `epoch-start` says which worker pids belong to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -120,30 +121,48 @@ def recreated_loaders(tables: RunTables, key: ProcessKey) -> dict[int, int]:
     """Map each re-created loader to the last of its chain, for scripts that make a DataLoader in each epoch.
 
     A chain has loaders with equal settings (sampler and length of the dataset too), each of which is made after
-    the last batch of the one before. Loaders that are in use by turns stay separate.
+    the last batch of the one before. The length may change if one line makes them and none comes back, as for a
+    dataset that grows. Loaders that are in use by turns stay separate.
     """
     settings = loader_settings(tables)
-    if sum(main == key for main, _ in settings) < _LEAST_LOADERS_OF_ONE_LINE:
+    events = [event for (main, loader), event in settings.items() if main == key and loader is not None]
+    if len(events) < _LEAST_LOADERS_OF_ONE_LINE:
         return {}
     last_used = _last_used(written(tables, "batch", key))
-    chains_by_signature: dict[str, list[list[int]]] = {}
-    for (main, loader), event in sorted(settings.items(), key=lambda item: item[1]["time_ns"]):
-        if main != key or loader is None:
-            continue
-        signature = {name: value for name, value in event.items() if name not in ("time_ns", "loader")}
-        chains = chains_by_signature.setdefault(repr(sorted(signature.items())), [])
-        unused = [chain for chain in chains if last_used.get(chain[-1], 0.0) <= event["time_ns"]]
+    joined = [chain for chain in _chains(events, last_used, "dataset_length") if _changes_length(chain)]
+    changing = {event["loader"] for chain in joined for event in chain}
+    for chain in _chains([event for event in events if event["loader"] not in changing], last_used):
+        least = _LEAST_LOADERS_OF_ONE_LINE if chain[0].get("line") else _LEAST_LOADERS
+        joined += [chain] if len(chain) >= least else []
+    return {event["loader"]: max(one["loader"] for one in chain) for chain in joined for event in chain}
+
+
+def is_made_again(loop: Loop) -> bool:
+    """Return whether the script creates the DataLoader of a loop again, mostly for each epoch."""
+    again = {whole(event.get("loader")) for event in loop.tables.events_of("loader-again", by=loop.main)}
+    return loop.loader in again or loop.loader in recreated_loaders(loop.tables, loop.main)
+
+
+def _changes_length(chain: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether one line made loaders of several lengths, each for a while."""
+    lengths = [length for length, _ in itertools.groupby(event.get("dataset_length") for event in chain)]
+    return bool(chain[0].get("line")) and len(lengths) == len(set(lengths)) >= _LEAST_LOADERS
+
+
+def _chains(
+    events: Sequence[Mapping[str, Any]], last_used: Mapping[int, float], *ignored: str
+) -> list[list[Mapping[str, Any]]]:
+    """Join the `loader` events with equal fields, each after the last batch of the one before."""
+    by_signature: dict[str, list[list[Mapping[str, Any]]]] = {}
+    for event in sorted(events, key=lambda event: event["time_ns"]):
+        signature = {name: value for name, value in event.items() if name not in ("time_ns", "loader", *ignored)}
+        chains = by_signature.setdefault(repr(sorted(signature.items())), [])
+        unused = [chain for chain in chains if last_used.get(chain[-1]["loader"], 0.0) <= event["time_ns"]]
         if unused:
-            unused[-1].append(loader)
+            unused[-1].append(event)
         else:
-            chains.append([loader])
-    return {
-        loader: max(chain)
-        for chains in chains_by_signature.values()
-        for chain in chains
-        if len(chain) >= (_LEAST_LOADERS_OF_ONE_LINE if settings[key, chain[0]].get("line") else _LEAST_LOADERS)
-        for loader in chain
-    }
+            chains.append([event])
+    return [chain for chains in by_signature.values() for chain in chains]
 
 
 def _last_used(batch: pd.DataFrame) -> dict[int, float]:

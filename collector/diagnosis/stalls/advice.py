@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from collector.diagnosis.loading.loaders import is_made_again
 from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
 from collector.diagnosis.stalls.case import LoadingCase
@@ -16,6 +17,8 @@ from collector.units import duration, number, percent, size
 FREE_CORES = "Find what else uses the cores of this host (`top`), and stop it, or give this job its own"
 #: Condition of more workers, where at most one has iterated the dataset so far.
 _SHARING_OUT = ", if the dataset shares its samples out by get_worker_info(): else each worker yields all of them"
+#: Further advice for a loader whose workers should stay, but which the script creates again.
+MAKE_ONCE = ", and make the DataLoader once, not in each epoch"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
 _LESS_COMPUTING = Advice(
@@ -50,6 +53,7 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
         return _advise_cores(limit, loop.num_workers, cores, case.steady.capacity_ratio)
     if not loop.num_workers:
         also = ", persistent_workers=True" if loop.batches["epoch"].nunique() > 1 else ""
+        also += MAKE_ONCE if is_made_again(loop) else ""
         return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also + condition)
     if isinstance(outlook, Forecast) and outlook.measured.shared:
         return (

@@ -10,7 +10,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.core_waits import cores_of_other_threads
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
+from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.training import step_at
@@ -34,6 +34,11 @@ _MOVE_THREADS = Advice(
     "process",
     expected="the loop goes on as soon as a batch is there; other numbers of workers change little until then",
 )
+_NO_OBJECTS = Advice(
+    text="Let collate_fn return a few large tensors, or arrays of numbers and bytes, in place of Python objects",
+    expected="tensors come in shared memory; the training process unpickles objects, one by one, while it waits",
+    effect="changes results",
+)
 
 
 def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
@@ -54,16 +59,22 @@ def no_cause(case: LoadingCase, missing: str) -> Finding:
 def slow_transfer(case: LoadingCase) -> Finding:
     """Return a finding for waits between worker and loop that neither sampler nor the bytes of a batch explain."""
     steady = case.steady
+    has_bytes = np.isfinite(floats(case.loop.batches, "payload_bytes")).any()
+    size = "the bytes of a batch do not explain that"
+    if not has_bytes:
+        size = "the bytes of a batch are not known, since it consists of Python objects or of many tensors"
     missing = (
         f"the loop waits {percent(steady.wait_ratio)} of its time for batches that the workers have made already "
-        f"({duration(steady.transfer)} per batch between worker and loop), and the bytes of a batch do not "
-        f"explain that; a fetch takes {duration(steady.fetch_mean)}"
+        f"({duration(steady.transfer)} per batch between worker and loop), and {size}; a fetch takes "
+        f"{duration(steady.fetch_mean)}"
     )
     measured, cores = {"fetch_seconds": steady.fetch_mean}, cores_of_other_threads(case.loop, steady)
     advice = advise_inline(steady, duration(steady.transfer), steady.transfer)
+    if not has_bytes:
+        advice = (_NO_OBJECTS, *advice)
     if cores >= _BUSY_THREADS:
         missing += (
-            f". Meanwhile other threads of the training process use {number(cores)} of a core, and the loop can't "
+            f". Meanwhile other threads of the training process use {percent(cores)} of a core, and the loop can't "
             "go on while one of them holds the interpreter (GIL)"
         )
         measured["other_threads_cores_count"], advice = cores, (_MOVE_THREADS,)
@@ -143,10 +154,12 @@ def workers_too_slow(case: LoadingCase) -> Finding:
         subject = f"Both workers of loader {loop.loader} are"
     elif loop.num_workers == 1:
         subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
+    is_idle = bool(slow) and steady.idle_ratio > BUSY_IDLE
+    joint, why = ("although", ", since only a few batches are slow") if is_idle else ("and", "")
     return Finding(
         kind="workers-too-slow",
-        summary=f"{subject} too slow: the loop waits {_waits(steady)} and the {idle} "
-        f"{percent(steady.idle_ratio)}; {limit.because}.{slow}{in_common}",
+        summary=f"{subject} too slow: the loop waits {_waits(steady)} {joint} the {idle} "
+        f"{percent(steady.idle_ratio)}{why}; {limit.because}.{slow}{in_common}",
         evidence=(
             *case.waiting_evidence,
             *case.measured(
@@ -361,7 +374,7 @@ def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
 
 
 def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
-    """Return a finding for batches that are copied too slowly from the workers."""
+    """Return a finding for batches whose copies from the workers take too long."""
     loss = case.loss(waits.copy_seconds)
     values = {
         "hand_over_seconds": waits.transfer_seconds,
@@ -380,7 +393,7 @@ def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
     instead_of = f"{duration(waits.transfer_seconds)} for its transfer"
     return Finding(
         kind="copy-bound",
-        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {waits.words}. "
+        summary=f"Copying the batches of loader {case.loop.loader} from its workers takes too long: {waits.words}. "
         f"{loss.words}",
         evidence=(*loss.evidence(), *measurements(waits.batches, loss.window, **values)),
         advice=(advice, *advise_inline(case.steady, instead_of, waits.transfer_seconds)),
@@ -409,7 +422,7 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
 
 
 def copy_or_pin_bound(case: LoadingCase, waits: HandOver) -> Finding:
-    """Return a finding for batches that are copied or pinned too slowly."""
+    """Return a finding for batches whose copies or pinning take too long."""
     finding = copy_bound(case, waits)
     return dataclasses.replace(
         finding,

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop, recreated_loaders
+from collector.diagnosis.loading.loaders import Loop, is_made_again, recreated_loaders
 from collector.diagnosis.loading.steady_state import Pace, fetch_ns, starved_ns
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, whole
+from collector.diagnosis.stalls.advice import MAKE_ONCE
 from collector.diagnosis.stalls.case import EpochStarts
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
 from collector.diagnosis.statistics.growth import Floats
@@ -164,8 +165,8 @@ def worker_startup(starts: EpochStarts) -> Finding:
     """Return a finding for workers that start again in each epoch."""
     startup, batches = duration(starts.mean("startup")), starts.usual_batches
     again = "Set persistent_workers=True"
-    if starts.loop.loader in recreated_loaders(starts.loop.tables, starts.loop.main):
-        again += ", and make the DataLoader once, not in each epoch"
+    if is_made_again(starts.loop):
+        again += MAKE_ONCE
     keep = "Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
     advice = Advice(
         text=keep if batches <= 1 else again,

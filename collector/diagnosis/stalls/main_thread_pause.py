@@ -26,6 +26,7 @@ LEAST_STEPS = _FIRST_STEPS + round(_MIN_PAUSES / _MOST_PAUSES)
 _LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
 _REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth
 _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
+_ODD_PHASE = 2.0  # times a phase's share of the usual step: waits for a core fall on all phases alike
 _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
 _LESS_SAVING = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
 _LESS_EVERY = (
@@ -88,7 +89,9 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
     phase, share = _phase(steps, at, seconds)
     if regular < _REGULAR or share < _ONE_PHASE or loss.ratio < _LEAST_LOST or distance < 1 / _MOST_PAUSES:
         return []
-    if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
+    usual_share = float(np.median(np.nan_to_num(floats(steps, f"{phase}_ns")))) / max(usual, 1.0)
+    queued_ns = queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0])
+    if queued_ns >= seconds * SECOND_NS and share < _ODD_PHASE * usual_share:
         return []  # the process waited for a core
     pause_seconds, every = seconds / len(at), count(distance)
     return [

@@ -110,12 +110,21 @@ def test_threads_that_compute_while_the_loop_waits_for_finished_batches_are_told
     script = simulate(collate="pad", **STEADY | {"consumer": jittered(0.06), "batches": 400})
     script = with_longer_waits(script, 0.05, blocked=True, payload_bytes=10_000, ready_count=2)
     seconds = 1001.0 + np.arange(0.0, 25.0)
-    used_ns = ns(1.0 if computing else 0.2) * (seconds - seconds[0])
+    used_ns = ns(2.0 if computing else 0.2) * (seconds - seconds[0])
     held = np.full(len(seconds), 300 * MIB)
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=used_ns)
     finding = loading_findings(script)[1]["cannot-tell"]
-    assert ("other threads of the training process use 1 of a core" in finding.summary) == computing
+    assert ("other threads of the training process use 220% of a core" in finding.summary) == computing
     assert finding.advice[0].text.startswith("Find the thread" if computing else "Set num_workers=0")
+
+
+@pytest.mark.parametrize("payload", [10_000, np.nan])
+def test_slow_transfer_of_batches_without_tensors_is_told_so(payload):
+    script = simulate(collate="list", **STEADY | {"consumer": jittered(0.06), "batches": 400})
+    script = with_longer_waits(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2)
+    finding = loading_findings(script)[1]["cannot-tell"]
+    assert ("it consists of Python objects or of many tensors" in finding.summary) == np.isnan(payload)
+    assert finding.advice[0].text.startswith("Let collate_fn return" if np.isnan(payload) else "Set num_workers=0")
 
 
 def test_transfer_that_the_bytes_explain_as_a_whole_has_one_throughput_without_it():
@@ -164,6 +173,9 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     assert kinds == [("worker-startup", "warning")]
     assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
     assert found["worker-startup"].advice[0].text == "Set persistent_workers=True"
+    made_again = simulate(persistent=False, **run).event(1002.0, "loader-again", loader=0)
+    (advice,) = loading_findings(made_again)[1]["worker-startup"].advice
+    assert advice.text == "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
     kinds, found = loading_findings(simulate(**run))
     assert kinds == [("worker-startup", "info")]
     assert "a longer run pays no more" in found["worker-startup"].summary
@@ -303,6 +315,25 @@ def test_regular_pauses_are_found(pause, distance, kinds):
     if kinds:
         assert found["main-thread-pause"].value_of("pause_distance_count") == distance
         assert found["main-thread-pause"].locus.stage == "other"
+
+
+@pytest.mark.parametrize(("usual_phase", "found"), [("backward_ns", True), ("other_ns", False)])
+def test_regular_pauses_in_a_phase_of_their_own_are_no_waits_for_a_core(usual_phase, found):
+    """The process waits for a core longer than the pauses last; such waits fall on all phases alike."""
+
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
+
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
+    for part in script.parts["step"]:
+        usual = np.minimum(part["other_ns"], 12e6)
+        part["other_ns"] -= usual
+        part[usual_phase] = part.get(usual_phase, 0.0) + usual
+    seconds = 1001.0 + np.arange(0.0, 12.0)
+    held = np.full(len(seconds), 300 * MIB)
+    used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, **used)
+    assert ("main-thread-pause" in loading_findings(script)[1]) == found
 
 
 def training_with_saves(saves, *, in_background=False):

@@ -188,6 +188,14 @@ def test_a_long_phase_of_the_training_process_is_information(phase):
     assert finding.severity == "info"
 
 
+@pytest.mark.parametrize("change", [{}, {"moves": False}, {"used_seconds": 0.1, "waits": LOCK}])
+def test_an_evaluation_by_hand_is_no_hang(change):
+    """It shows by the passes of the model in which the process computes and moves."""
+    frames = [["Module._call_impl", f"{LIBRARY}/site-packages/torch/nn/modules/module.py", 1801], *IN_MAIN]
+    evaluates = process(MAIN, frames, **({"waits": "computing", "used_seconds": 2.0, "moves": True} | change))
+    assert len(find_hangs(stacks(training(), evaluates, budgets=2.0).tables())) == bool(change)
+
+
 def test_waiting_for_a_program_that_computes_is_information():
     evaluates = process(MAIN, IN_MAIN, "waiting for a child process")
     assert only(stacks(training(), evaluates, IDLE, budgets=2.0, helpers_seconds=1.9)).severity == "info"

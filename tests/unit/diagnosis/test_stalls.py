@@ -1,5 +1,7 @@
 """Causes of the training loop's waits, on simulated DataLoaders whose truth is known."""
 
+import re
+
 import numpy as np
 import pytest
 from simulated_runs import MAIN, jittered, ns, per_worker, sample_process, simulate
@@ -222,6 +224,7 @@ def test_few_slow_batches_that_take_most_of_the_time_are_named():
     (found,) = verdict(workers=2, prefetch=2, service=service, consumer=jittered(0.03), batches=400)
     assert found.kind == "workers-too-slow"
     assert "8.3% of the batches are slow ones (over 3 times the usual)" in found.summary
+    assert re.search(r"although the workers idle \d+%, since only a few batches are slow;", found.summary)
     listed = {each.name: each.value for each in found.evidence}["straggler_batches"]
     assert all(int(each.removeprefix("0:")) % 12 == 0 for each in listed.split(", "))
 
@@ -338,6 +341,28 @@ def test_workers_stay_between_epochs_where_the_run_has_several(epochs, persists)
         workers=0, prefetch=0, service=jittered(0.025), consumer=jittered(0.01), batches=60, epochs=epochs
     )
     assert ("persistent_workers=True" in found[0].advice[0].text) == persists
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_workers_are_advised_for_a_loader_that_is_made_once(again):
+    """A loader that is gone gives its number to the next one with its settings."""
+    run = {"workers": 0, "prefetch": 0, "service": jittered(0.025), "consumer": jittered(0.01), "batches": 60}
+    script = simulate(epochs=3, **run)
+    if again:
+        script.event(1005.0, "loader-again", loader=0)
+    (finding,) = find_stalls(script.tables())
+    assert ("make the DataLoader once" in finding.advice[0].text) == again
+
+
+@pytest.mark.parametrize("between", [10, 0])
+def test_workers_are_advised_for_loaders_of_a_chain_made_once(between):
+    script = None
+    for loader in range(3):
+        run = {"workers": 0, "prefetch": 0, "service": jittered(0.025), "consumer": jittered(0.01), "batches": 60}
+        script = simulate(loader=loader, script=script, begin=1000.0 + between * loader, **run)
+    is_made_again = bool(between)
+    for finding in find_stalls(script.tables()):
+        assert ("make the DataLoader once" in finding.advice[0].text) == is_made_again
 
 
 def test_tiny_data_is_better_off_without_workers():

@@ -204,8 +204,20 @@ def test_loaders_used_alternately_are_not_one_loop():
     assert several_loaders(lambda _: START_SECONDS) == set(range(6))
 
 
+@pytest.mark.parametrize("length", [[*range(160, 166)], [160, 160, 161, 161, 162, 162]])
+def test_loaders_of_one_line_over_a_dataset_that_grows_are_one_loop(length):
+    settings = {"dataset_length": length, "line": [7] * 6}
+    assert several_loaders(lambda loader: START_SECONDS + 10 * loader, **settings) == {5}
+    assert several_loaders(lambda _: START_SECONDS, **settings) == set(range(6))
+
+
 @pytest.mark.parametrize(
-    "setting", [{"sampler": ["RandomSampler", "SequentialSampler"] * 3}, {"dataset_length": [160, 161] * 3}]
+    "setting",
+    [
+        {"sampler": ["RandomSampler", "SequentialSampler"] * 3},
+        {"dataset_length": [160, 161] * 3},
+        {"dataset_length": [160, 161] * 3, "line": [7] * 6},
+    ],
 )
 def test_training_and_validation_loaders_are_two_loops(setting):
     assert several_loaders(lambda loader: START_SECONDS + 10 * loader, **setting) == {4, 5}

@@ -196,6 +196,8 @@ def test_information_that_several_processes_share_is_one_line():
     ]
     text = " ".join(card(verdict(*alike)).split())
     assert f"{texts[0]} The same holds for 1 other process." in text
+    loaders = [dataclasses.replace(one, locus=Locus(role="main", loader=n)) for n, one in enumerate(alike)]
+    assert f"{texts[0]} The same holds for 1 other loader." in " ".join(card(verdict(*loaders)).split())
     assert "12%" not in text
     assert "It reads." in text
 

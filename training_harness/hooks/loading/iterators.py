@@ -21,6 +21,7 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks.loading.loader import NESTED, LoaderHook, states
 from training_harness.hooks.loading.worker import WorkerEntry
+from training_harness.hooks.patching import Hook
 from training_harness.hooks.stages import stages
 from training_harness.hooks.training.step_phases import Progress
 from training_harness.records import MISSING_INT64, UNIT_BATCH
@@ -44,6 +45,13 @@ def install(progress: Progress) -> LoaderHook:
                 hook.replace(base, name, functools.partial(make, hook))
         progress.capabilities |= _replace_queue_methods(hook, parallel)
         return hook
+
+
+def install_epochs(hook: LoaderHook, module: str, loader: str) -> Hook:
+    """Replace the `__iter__` of a loader class that does not call DataLoader's, before it makes an iterator."""
+    with Hook("epochs") as epochs:
+        epochs.replace(getattr(sys.modules[module], loader), "__iter__", lambda original: _iter(hook, original))
+        return epochs
 
 
 def _replace_queue_methods(hook: LoaderHook, kind: type) -> dict[str, bool]:

@@ -47,6 +47,8 @@ class LoaderInfo:
         number: number of the loader, in the order of first use.
         setting: its number of workers and its prefetch factor.
         epochs: number of passes begun.
+        first_epoch: first pass over the newest of them.
+        is_made_again: True if another one has taken the place of one after a single pass.
         batch_obstacle: why workers could not make its batches, in words; None if they could.
         loader: weak reference to the newest of them.
         iterator: weak reference to its newest iterator, which may outlive it.
@@ -56,6 +58,8 @@ class LoaderInfo:
         self.number = number
         self.setting = setting
         self.epochs = 0
+        self.first_epoch = 0
+        self.is_made_again = False
         self.batch_obstacle: str | None = NO_BATCH
         self.loader: Callable[[], Any] = lambda: None
         self.iterator: Callable[[], Any] = lambda: None
@@ -119,6 +123,11 @@ class LoaderRegistry:
                 self.session.events.append(
                     "loader", loader=info.number, replaces=replaces, **configuration, **site_of(loader)
                 )
+            return info
+        if info.epochs == info.first_epoch + 1 and not info.is_made_again:
+            info.is_made_again = True
+            self.session.events.append("loader-again", loader=info.number)
+        info.first_epoch = info.epochs
         return info
 
 
