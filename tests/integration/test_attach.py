@@ -299,6 +299,36 @@ def test_attach_and_detach_work_from_code(home, tmp_path):
         assert snapshot.query("SELECT count(*) AS n FROM event WHERE kind = 'process-exit'").n[0] == 1
 
 
+def test_second_run_in_a_process_counts_waits_for_persistent_workers_of_the_first(home, tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        "import torch\nfrom torch.utils.data import DataLoader\n"
+        "import training_harness\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loader = DataLoader(torch.ones(16, 2), batch_size=2, num_workers=1, persistent_workers=True)\n"
+        "for _ in range(2):\n"
+        "    training_harness.attach()\n"
+        "    for batch in loader:\n"
+        "        model(batch).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    training_harness.detach()\n"
+    )
+    environment = bare_environment() | {"TIDEGAUGE_HOME": str(home)}
+    subprocess.run([sys.executable, "-P", script], env=environment, check=True, timeout=60)
+    from collector.store.catalogue import list_runs
+    from collector.store.lake.reader import read
+
+    runs = list_runs(home)
+    assert len(runs) == 2
+    for run in runs:
+        with read(run) as snapshot:
+            step = snapshot.query("SELECT data_wait_ns, passes_count FROM step")
+        assert len(step) == 8
+        assert step.data_wait_ns.notna().all()
+        assert step.passes_count.isna().all(), "the DataLoader is watched instead of the model's calls"
+
+
 def test_exception_that_ends_a_thread_is_recorded_and_printed(run_attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -26,7 +26,7 @@ PRINCIPAL = {
     "LoaderHook.on_iterator": "batch",
     "LoaderHook.on_epoch_start": "batch",
     "LoaderHook.on_yield": "batch",
-    "LoaderHook.end_fetch": "batch",
+    "LoaderHook.on_inline_batch": "batch",
     "LoaderHook.note_deaths": "batch",
     "Progress.end": "step",
     "WorkerEntry.__init__": "worker",

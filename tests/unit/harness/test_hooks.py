@@ -27,7 +27,7 @@ from training_harness.hooks.training import checkpoints
 from training_harness.hooks.training.devices import FORWARD, OTHER
 from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.hooks.training.steps import StepHook
-from training_harness.records import MISSING_INT64
+from training_harness.records import MISSING_INT64, STEP
 
 
 @pytest.mark.parametrize(
@@ -219,3 +219,19 @@ def test_run_queue_time_does_not_exceed_the_fetch(tmp_path):
     fetched = meter.end()
     assert fetched.blocked_ns == 0
     assert fetched.run_queue_ns + fetched.cpu_ns == max(fetched.wall_ns, fetched.cpu_ns)
+
+
+def test_request_to_the_training_shortens_no_wait_for_a_batch(tmp_path, monkeypatch):
+    current = session.Session(tmp_path)
+    monkeypatch.setattr(session, "active", current)
+    progress = Progress()
+    assert progress.requests.due_ns == 0, "a request is under way, such as a profile"
+    progress.follow_batches(has_optimizer=True)
+    arrived_ns = time.monotonic_ns()
+    requested_ns = arrived_ns - 5_000_000
+    progress.begin(requested_ns - 1_000_000)
+    state = SimpleNamespace(slots_count=None, samples={})
+    LoaderHook(progress).on_yield(state, (0, 0, 0), 1, (requested_ns, arrived_ns), (0, 0, 0, 0, 0), 0)
+    progress.end(current, arrived_ns)
+    (step,) = current.writers["step"]._pending
+    assert step[[column.name for column in STEP.columns].index("data_wait_ns")] == 5_000_000

@@ -24,7 +24,7 @@ from training_harness.hooks.loading.worker import WorkerEntry
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.stages import stages
 from training_harness.hooks.training.step_phases import Progress
-from training_harness.records import MISSING_INT64, UNIT_BATCH
+from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64, UNIT_BATCH
 
 
 def install(progress: Progress) -> LoaderHook:
@@ -106,15 +106,18 @@ def _next(hook: LoaderHook, original: Any) -> Any:
     in deferred calls. The fast path, for a loader with workers and nothing due, is:
 
     1. Look up the iterator's state and the thread, and read the clock.
-    2. Check that no write and no stage record is due. The request is not logged: `on_yield` reports it.
+    2. Check that no write and no stage record is due. The request is not logged: the batch's call reports it.
     3. Call torch's `__next__` and read the clock again.
     4. Read the batch's index and the counters of the queues.
     5. Log `on_yield` with these values, and check that no write of batches is due.
     6. Note the batch for the stages that the loop calls next.
+
+    A loader without workers makes the batch in step 3, so the two readings of the clock time the fetch as well. It
+    is metered if that is due, and `on_inline_batch` is logged.
     """
     clock, local, pending_tallies, fetching = time.monotonic_ns, stages.local, stages.pending_tallies, hook.fetching
     state_of, progress, calls = states.get, hook.progress, hook.progress.calls
-    on_batch_request, on_yield = progress.on_batch_request, hook.on_yield
+    on_batch_request, on_yield, on_inline_batch = progress.on_batch_request, hook.on_yield, hook.on_inline_batch
 
     def advance(self: Any) -> Any:
         state, thread = state_of(id(self)), get_ident()
@@ -122,51 +125,61 @@ def _next(hook: LoaderHook, original: Any) -> Any:
         nested = thread in fetching
         if state is None or not hook.active or (nested and state.is_inline):
             return original(self)
-        meter, begun_ns = None, clock()
+        is_inline, meter, begun_ns = state.is_inline, None, clock()
         try:
-            if nested:
-                thread = NESTED
-            else:
+            if not nested:
                 is_due = begun_ns >= calls.due_ns and progress.ended_by <= UNIT_BATCH  # else the step's end writes
-                # Else `on_yield` reports it, or the meter's begin below.
-                if is_due or not (state.is_inline or (calls.are_deferred and state.has_queue)):
+                if is_due or not (calls.are_deferred and (is_inline or state.has_queue)):
                     calls.log((hook, on_batch_request, begun_ns, thread))
                 if is_due:
                     progress.catch_up(begun_ns)
-                elif pending_tallies and begun_ns >= stages.due_ns:
+                if pending_tallies and (is_inline or begun_ns >= stages.due_ns):
                     stages.write_loop_stages(begun_ns)
-            if state.is_inline:
-                meter = hook.begin_fetch(begun_ns)
-                begun_ns = clock()  # the kernel takes a core away at the meter's readings: that is no wait
-                calls.log((hook, on_batch_request, begun_ns, thread))
+            if is_inline:
+                fetching.add(thread)
+                if begun_ns >= state.meter_at_ns:
+                    meter = hook.begin_metering(state)
+                    begun_ns = (
+                        meter.begun_ns
+                    )  # the kernel takes a core away at the meter's readings: that is no wait
         except Exception as error:
             hook.fail(error)
         try:
             data = original(self)
         except BaseException as error:
-            if state.is_inline:
-                fetching.discard(get_ident())
+            if is_inline:
+                fetching.discard(thread)
+                calls.log((hook, on_batch_request, begun_ns, thread))
             if not isinstance(error, StopIteration):
                 hook.attempt(hook.note_deaths, self)
             hook.attempt(hook.note_error, state, error)
             raise
         now_ns = clock()
         try:
-            if meter is not None:
-                hook.end_fetch(state, meter)
-            if not state.is_probed:
+            index = state.yielded_count
+            details: Any = None  # the costs of a metered fetch, or the state of the queue
+            state.yielded_count += 1
+            if is_inline:
+                fetching.discard(thread)
+                details = meter and meter.end()
+                if pending_tallies:
+                    stages.write_fetch_stages(now_ns, state.info.number, state.epoch, index, INLINE_WORKER)
+            elif not state.is_probed:
                 hook.probe_queue(self, state)
-            index, queue = state.yielded_count, None
             if state.has_queue:
                 index = self._rcvd_idx - 1 if state.in_order else state.popped_index
-                queue = self._tasks_outstanding, len(self._task_info), state.free_slots()
-            state.yielded_count += 1
+                worker_id, blocked_ns = state.workers.pop(index, MISSING_INT32), state.blocked_ns
+                details = worker_id, blocked_ns, self._tasks_outstanding, len(self._task_info), state.free_slots()
+                state.blocked_ns = 0
             size_bytes = hook.measure(state, data, now_ns) if now_ns >= state.measure_at_ns else MISSING_INT64
-            calls.log((hook, on_yield, state, index, thread, (begun_ns, now_ns), queue, size_bytes))
+            thread = NESTED if nested else thread
+            on_arrival = on_inline_batch if is_inline else on_yield
+            batch = state.info.number, state.epoch, index
+            calls.log((hook, on_arrival, state, batch, thread, (begun_ns, now_ns), details, size_bytes))
             if now_ns >= calls.batch_due_ns and session.active is not None:
                 calls.write_batches(session.active, now_ns)
-            if thread != NESTED:
-                local.tally.batch = state.info.number, state.epoch, index
+            if not nested:
+                local.tally.batch = batch
         except Exception as error:
             hook.fail(error)
         return data
@@ -201,7 +214,7 @@ def _reset(hook: LoaderHook, original: Any) -> Any:
 
 
 def _get_data(hook: LoaderHook, original: Any) -> Any:
-    clock, state_of, calls, on_pop = time.monotonic_ns, states.get, hook.progress.calls, hook.on_pop
+    clock, state_of = time.monotonic_ns, states.get
 
     def _get_data(self: Any) -> Any:
         begun_ns = clock()
@@ -211,8 +224,8 @@ def _get_data(hook: LoaderHook, original: Any) -> Any:
             try:
                 index, tasks = message[0], getattr(self, "_task_info", ())
                 if index in tasks:  # else a persistent worker's `_ResumeIteration`, which belongs to no task
-                    state.popped_index = index
-                    calls.log((hook, on_pop, state, index, tasks[index][0], clock() - begun_ns))
+                    state.popped_index, state.workers[index] = index, tasks[index][0]
+                    state.blocked_ns += clock() - begun_ns
             except Exception as error:
                 hook.fail(error)
         return message

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from training_harness import session
-from training_harness.hooks.loading import worker
+from training_harness.hooks.loading import fetch_meter, worker
 from training_harness.hooks.loading.errors import LoaderErrors
-from training_harness.hooks.loading.fetch_meter import FetchMeter
+from training_harness.hooks.loading.fetch_meter import FetchCosts, FetchMeter
 from training_harness.hooks.loading.loader_ids import NO_BATCH, LoaderInfo, LoaderRegistry, is_iterable
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
-from training_harness.hooks.stages import stages
 from training_harness.hooks.training.step_phases import Progress
 from training_harness.hooks.training.steps import has_optimizer
 from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
@@ -33,6 +32,10 @@ from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
 states: dict[int, IterState] = {}
 _PAYLOAD_DEPTH = 4
 _PAYLOAD_LEAVES = 64
+#: Costs of a fetch besides its wall time, where it was not metered.
+_UNMETERED = FetchCosts(0)[1:]
+#: Columns of a batch about its queue, where it has none.
+_NO_QUEUE = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
 #: Stand-in for the thread of a batch that becomes part of another batch.
 NESTED = -1
 #: DataLoader's fields about its queues; an iterator without them costs the columns that are read from there.
@@ -55,6 +58,8 @@ class IterState:
         self.has_sample_counts = getattr(loader, "batch_sampler", None) is not None and not is_iterable(loader)
         #: Time of the next measurement of a payload. It takes some 5 µs, so a fast loop skips it for most batches.
         self.measure_at_ns = 0
+        #: Time of the next metering of a fetch without workers, which takes some 10 µs.
+        self.meter_at_ns = 0
         self.dead_workers: set[int] = set()
         self.have_workers_ended = False
         self.free_slots: Callable[[], int] = lambda: 0
@@ -116,7 +121,8 @@ class LoaderHook(Hook):
         if state is None or current is None:
             return
         if not first:
-            self.progress.calls.run()  # the logged calls belong to the epoch before
+            self.progress.announce(current)  # the iterator may be older than this session
+            self.progress.follow_batches(has_optimizer=has_optimizer())
             state.next_epoch()
             state.begun_ns = time.monotonic_ns()
         current.events.append(
@@ -143,51 +149,76 @@ class LoaderHook(Hook):
         self.progress.count_wait(begun_ns, time.monotonic_ns(), threading.get_ident())
         current.events.append("workers-ended", loader=state.info.number, epoch=state.epoch, begun_ns=begun_ns)
 
-    def on_pop(self, state: IterState, index: int, worker_id: int, blocked_ns: int) -> None:
-        """Note a batch that left the result queue; it may have to wait for its turn."""
-        state.blocked_ns += blocked_ns
-        state.workers[index] = worker_id
-
     def on_yield(
         self,
         state: IterState,
-        index: int,
+        batch: tuple[int, int, int],
         thread: int,
         times_ns: tuple[int, int],
-        queue: tuple[int, int, int] | None,
+        queue: tuple[int, int, int, int, int] | None,
         size_bytes: int,
     ) -> None:
-        """Hold the record of a batch on its way to the loop.
+        """Hold the record of a batch from a worker on its way to the loop.
 
         Args:
             state: state of its iterator.
-            index: index of the batch in its epoch.
+            batch: its loader, epoch and index.
             thread: id of the thread that requested it; `NESTED` if it becomes part of another batch.
             times_ns: times of its request and of its arrival.
-            queue: outstanding tasks, all tasks and free slots of the result queue at its arrival; None without one.
+            queue: its worker, the time blocked on the result queue, and at its arrival outstanding tasks, all tasks
+                and free slots of that queue; None without one.
             size_bytes: bytes of its tensors.
         """
-        current = session.active
-        if current is None:
-            return
-        begun_ns, now_ns = times_ns
-        samples = state.samples.pop(index, MISSING_INT32)
-        if queue is None:
-            worker_id = INLINE_WORKER if state.is_inline else MISSING_INT32
-            blocked_ns, outstanding, parked, ready = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
-        else:
-            worker_id = state.workers.pop(index, MISSING_INT32)
-            outstanding, tasks_count, free_count = queue
-            blocked_ns, parked = state.blocked_ns, tasks_count - outstanding
+        worker_id, details = MISSING_INT32, _NO_QUEUE
+        if queue is not None:
+            worker_id, blocked_ns, outstanding, tasks_count, free_count = queue
             ready = MISSING_INT32 if state.slots_count is None else state.slots_count - free_count
-            state.blocked_ns = 0
+            details = blocked_ns, outstanding, tasks_count - outstanding, ready
             if thread != NESTED:
-                self.progress.on_batch_request(begun_ns, thread)
-        if thread != NESTED:
-            self.progress.on_batch(now_ns, thread, samples)
-        key = state.info.number, state.epoch, index, worker_id
-        wait_ns = now_ns - begun_ns
-        current.batch((now_ns, *key, wait_ns, blocked_ns, outstanding, parked, ready, size_bytes, samples))
+                self.progress.begin_wait(times_ns[0], thread)
+        self._hold(
+            (*batch, worker_id),
+            state.samples.pop(batch[2], MISSING_INT32),
+            thread,
+            times_ns,
+            (*details, size_bytes),
+        )
+
+    def on_inline_batch(
+        self,
+        state: IterState,
+        batch: tuple[int, int, int],
+        thread: int,
+        times_ns: tuple[int, int],
+        costs: FetchCosts | None,
+        size_bytes: int,
+    ) -> None:
+        """Hold the `fetch` record, without idle time, and the `batch` record of a batch made in this process.
+
+        The arguments are those of `on_yield`; `costs` are the costs of the fetch where it was metered.
+        """
+        begun_ns, now_ns = times_ns
+        wall_ns, *spent = costs or (now_ns - begun_ns, *_UNMETERED)
+        key, samples = (*batch, INLINE_WORKER), state.samples.pop(batch[2], MISSING_INT32)
+        if session.active is not None:
+            record = begun_ns + wall_ns, *key, MISSING_INT64, wall_ns, MISSING_INT64, *spent, samples
+            session.active.writers["fetch"].hold(record)
+        self.progress.begin_wait(begun_ns, thread)
+        self._hold(key, samples, thread, times_ns, (*_NO_QUEUE, size_bytes))
+
+    def _hold(
+        self,
+        key: tuple[int, int, int, int],
+        samples: int,
+        thread: int,
+        times_ns: tuple[int, int],
+        details: tuple[int, ...],
+    ) -> None:
+        begun_ns, now_ns = times_ns
+        if session.active is not None:
+            if thread != NESTED:
+                self.progress.on_batch(now_ns, thread, samples)
+            session.active.batch((now_ns, *key, now_ns - begun_ns, *details, samples))
 
     def measure(self, state: IterState, data: Any, now_ns: int) -> int:
         """Return the bytes of a batch's tensors, and set the time of the next measurement."""
@@ -196,37 +227,13 @@ class LoaderHook(Hook):
             state.info.batch_obstacle = self.check_batch(data)
         return payload_bytes(data)
 
-    def end_fetch(self, state: IterState, meter: FetchMeter) -> None:
-        """Write the `fetch` record, without idle time, of a batch that the training process made itself."""
-        self.fetching.discard(threading.get_ident())
-        current = session.active
-        if current is None:
-            return
-        wall_ns, *spent = meter.end()
-        now_ns = meter.begun_ns + wall_ns
-        stages.write_fetch_stages(now_ns, state.info.number, state.epoch, state.yielded_count, INLINE_WORKER)
-        current.fetch(
-            now_ns,
-            state.info.number,
-            state.epoch,
-            state.yielded_count,
-            INLINE_WORKER,
-            MISSING_INT64,
-            wall_ns,
-            MISSING_INT64,
-            *spent,
-            state.samples.get(state.yielded_count, MISSING_INT32),
-        )
-
-    def begin_fetch(self, now_ns: int) -> FetchMeter:
-        """Return a running meter for a batch that this thread is about to make."""
-        if stages.pending_tallies:  # they belong to the batch before; the next calls are for the new one
-            stages.write_loop_stages(now_ns)
+    def begin_metering(self, state: IterState) -> FetchMeter:
+        """Return a running meter for a batch that this thread is about to make; set the time of the next one."""
         meter: FetchMeter | None = getattr(self._meters, "meter", None)
         if meter is None or meter.pid != os.getpid():
             meter = self._meters.meter = FetchMeter()
-        self.fetching.add(threading.get_ident())
         meter.begin()
+        state.meter_at_ns = meter.begun_ns + fetch_meter.FULL_EVERY_NS
         return meter
 
     def note_error(self, state: IterState, error: BaseException) -> None:

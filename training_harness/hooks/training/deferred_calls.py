@@ -67,10 +67,11 @@ class DeferredCalls:
         current.flush()
 
     def write_batches(self, current: session.Session, now_ns: int) -> None:
-        """Write the logged batches."""
+        """Write the logged batches, and their fetches where no worker made them."""
         self.batch_due_ns = now_ns + session.HOLD_NS
         self.run()
         current.writers["batch"].flush()
+        current.writers["fetch"].flush()
 
     def _log_and_run(self, call: tuple[Any, ...]) -> None:
         self._calls.append(call)

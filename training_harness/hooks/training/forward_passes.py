@@ -30,7 +30,7 @@ from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
-from training_harness.hooks.training.step_phases import Progress
+from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.hooks.training.steps import has_optimizer
 from training_harness.records import UNIT_PASS
 
@@ -176,7 +176,7 @@ class ForwardHook(Hook):
         """
         hook, progress, is_compiling, outermost = self, self._progress, self._is_compiling, self._outermost
         leading = self._leading
-        calls, clock, cpu_clock = progress.calls, time.monotonic_ns, progress.cpu_clock
+        calls, clock, cpu_clock = progress.calls, time.monotonic_ns, time.thread_time_ns
         boundary_cpu_clock = progress.boundary_cpu_clock
         on_pass_begin, on_pass_end = progress.on_pass_begin, progress.on_pass_end
         running: set[int] = set()  # threads that are within a call
@@ -216,7 +216,8 @@ class ForwardHook(Hook):
                 running.discard(thread)
                 try:
                     if is_pass and leading.active:
-                        calls.log((leading, on_pass_end, clock(), thread, cpu_clock()))
+                        cpu_ns = cpu_clock() if progress.reads_cpu else UNREAD
+                        calls.log((leading, on_pass_end, clock(), thread, cpu_ns))
                 except Exception as error:
                     hook.fail(error)
 

@@ -64,6 +64,8 @@ class Progress:
         thread: id of the thread that steps the optimizer, 0 before it has.
         uses_device: whether an accelerator is initialised, so that there are gauges to read; checked now and then.
         sees_copies: whether host to device copies are reported to `on_copy`.
+        reads_cpu: whether the thread's CPU clock is read in this stretch: in every other one, since a reading takes
+            0.6 µs.
         requests: work that waits for the end of a step.
         capabilities: name of a hook or a hook point -> whether this torch has it.
     """
@@ -87,7 +89,7 @@ class Progress:
         """Begin as in a new run: counts from another run, or from before a fork, do not belong to this one."""
         self.calls.clear()
         self.step = 0
-        self.sees_batches = self.sees_passes = self._reads_cpu = False
+        self.sees_batches = self.sees_passes = self.reads_cpu = False
         self._pass_thread = 0
         self.ended_by = NOTHING
         self.thread = 0
@@ -112,15 +114,17 @@ class Progress:
         self._detect_device()
 
     def on_batch_request(self, now_ns: int, thread: int) -> None:
-        """End the use of the last batch: a thread requests the next one. A repeated report changes nothing.
-
-        A thread that makes a batch itself does not report here.
-        """
+        """End the use of the last batch, and a request whose time is up: a thread requests the next batch."""
         current = session.active
+        if current is not None and self.requests.due_ns == 0:
+            now_ns = self.requests.expire(current, self.step)
+        self.begin_wait(now_ns, thread)
+
+    def begin_wait(self, now_ns: int, thread: int) -> None:
+        """End the use of the last batch: a thread requested the next one. A repeated report changes nothing."""
+        current, now_ns = session.active, max(now_ns, self._mark_ns)
         if current is None:
             return
-        if self.requests.due_ns == 0:
-            now_ns = self.requests.expire(current, self.step)
         if self.thread in (0, thread):  # not a thread that loads ahead
             self.mark(OTHER, now_ns)
         if self.ended_by == UNIT_BATCH and self._batches:
@@ -177,16 +181,12 @@ class Progress:
             self.ended_by = what
             self._defer_calls()
 
-    def cpu_clock(self) -> int:
-        """Read the thread's CPU time (ns) in every other stretch, since one reading takes 0.6 µs."""
-        return time.thread_time_ns() if self._reads_cpu else UNREAD
-
     def boundary_cpu_clock(self, now_ns: int) -> int:
         """Read the thread's CPU time (ns) at the end of a step, where one stretch ends and the next one begins."""
-        read_before = self._reads_cpu
+        read_before = self.reads_cpu
         if now_ns >= self.calls.due_ns:
-            self._reads_cpu = self.sees_passes and not read_before
-        return time.thread_time_ns() if read_before or self._reads_cpu else UNREAD
+            self.reads_cpu = self.sees_passes and not read_before
+        return time.thread_time_ns() if read_before or self.reads_cpu else UNREAD
 
     def on_pass_begin(self, now_ns: int, thread: int, cpu_ns: int) -> None:
         """Begin a forward pass of the top-level module."""
@@ -215,10 +215,11 @@ class Progress:
     def mark(self, phase: int, now_ns: int, cpu_ns: int = UNREAD) -> None:
         """Count the time since the last mark to the phase that ends now; `cpu_ns` may be UNREAD."""
         self._at_boundary = False
-        if phase == OTHER and UNREAD not in (cpu_ns, self._mark_cpu_ns):
+        spent_ns = now_ns - self._mark_ns
+        if phase == OTHER and cpu_ns != UNREAD != self._mark_cpu_ns:
             self._outside_cpu_ns += cpu_ns - self._mark_cpu_ns
-            self._outside_measured_ns += now_ns - self._mark_ns
-        self._phase_ns[phase] += now_ns - self._mark_ns
+            self._outside_measured_ns += spent_ns
+        self._phase_ns[phase] += spent_ns
         self._mark_ns, self._mark_cpu_ns = now_ns, cpu_ns
         if self._device_times.sampling:
             self._device_times_hook.attempt(self._device_times.mark, phase)
