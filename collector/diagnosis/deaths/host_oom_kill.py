@@ -36,7 +36,7 @@ from collector.findings import Finding, Limit, fact
 from collector.units import size
 
 #: Ticks by which the reading of the kill counter may differ from that of a process's end.
-_MARGIN_TICKS = 5
+MARGIN_TICKS = 5
 #: Share of the limit from which memory counts as short: the peak that kills may fall between two ticks.
 _SHORT_RATIO = 0.85
 #: Share of the limit that the last samples have to show: the peak that kills may fall after them.
@@ -72,7 +72,7 @@ def _may_coincide(tables: RunTables, victim: Victim, other: Victim) -> bool:
 def end_window(tables: RunTables, victim: Victim) -> tuple[float, float]:
     """Return the window, in ns, in which samples of the host may show the victim's end."""
     times = floats(host_samples(tables, victim.main[0]), "time_ns")
-    margin = _MARGIN_TICKS * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    margin = MARGIN_TICKS * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     return victim.last_seen_ns - margin, victim.gone_ns + margin
 
 
@@ -95,12 +95,13 @@ def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
         for column in ("cgroup_oom_kill_count", "host_oom_kill_count")
     )
     kills = {"cgroup_oom_kill_count": int(cgroup[is_same_cgroup & is_near].sum())}
-    if _memory_was_short(tables, host, (times >= begin) & (times <= end)):
+    if memory_was_short(tables, host, (times >= begin) & (times <= end)):
         kills["host_oom_kill_count"] = int(whole_host[is_near].sum())
     return kills
 
 
-def _memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:
+def memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:
+    """Return whether most of a host's memory, or of the limit that binds, was in use in some of its samples."""
     samples = host_samples(tables, host)
     limit = binding_limit(tables, host)[1]
     demand = peak(demand_series(tables, host)[1][in_window])
