@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from collector.diagnosis.deaths.catalogue import FIND_KEPT, FIX_LEAK
+from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_LEAK
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
 
@@ -131,7 +131,8 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
         replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
     )
     return replace(
-        death, advice=(*advice[:1], *(each for each in death.advice if not (advice and each == FIND_KEPT)))
+        death,
+        advice=(*advice[:1], *(each for each in death.advice if not (advice and each in (FIND_KEPT, FIND_CACHE)))),
     )
 
 

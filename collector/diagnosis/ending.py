@@ -214,7 +214,7 @@ def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:
             if not (kills["cgroup"][place] or memory_was_short(tables, str(host), is_near)):
                 continue
             whose = "this cgroup" if kills["cgroup"][place] else "this host"
-            words = f"The kernel killed a process of {whose} for lack of memory."
+            words = f"The kernel killed a process of {whose}: out of memory."
             yield _first_end(tables, times[place], times[place + 1]), words
 
 

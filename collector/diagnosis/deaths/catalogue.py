@@ -225,6 +225,18 @@ FIND_KEPT = Advice(
     "without bound. `tidegauge run --investigate -- COMMAND` names its lines if it grows for a minute or more",
     expected="it needs no more memory than a few steps take",
 )
+#: The same of a worker.
+FIND_CACHE = Advice(
+    text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without bound), and "
+    "for lists and dicts of Python objects, which a forked worker copies by reading",
+    expected="the worker needs no more memory than a few batches take",
+)
+#: Advice on a training process that took most of its growth between its last step or batch and the kill.
+TAKE_LESS_AT_ONCE = Advice(
+    text="Look at what the training did after that step or batch: a copy of the state for a checkpoint, an "
+    "evaluation, results that are joined, or a batch larger than those before",
+    expected="it takes less memory at once",
+)
 OOM_KILL = Death(
     kind="host-oom-kill",
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",

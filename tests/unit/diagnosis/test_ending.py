@@ -93,7 +93,7 @@ def test_kill_on_the_host_is_listed_only_if_memory_was_short():
         script.event(END_SECONDS, "command-exit", exit_status=-11, command_pid=MAIN[1])
         return [text for text in texts(diagnose(script.tables())) if "The kernel killed" in text]
 
-    assert kill_lines(200 * MIB) == ["The kernel killed a process of this host for lack of memory."]
+    assert kill_lines(200 * MIB) == ["The kernel killed a process of this host: out of memory."]
     assert kill_lines(18 * 2**30) == []  # in the cgroup of another job
 
 

@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, Script, finish, jittered, ns, sample_host, sample_process, simulate
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    finish,
+    jittered,
+    ns,
+    sample_host,
+    sample_process,
+    simulate,
+)
 
 from collector.diagnosis.run.training import before_teardown
 from collector.diagnosis.verdict import diagnose
