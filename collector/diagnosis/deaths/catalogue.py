@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from signal import SIGABRT, SIGBUS, SIGILL
+from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
 
 from collector.diagnosis.deaths.stuck_process import (
     AWAITS_POOL,
@@ -218,7 +218,7 @@ def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 #: Advice on a process that the kernel killed for lack of memory, if it leaked.
-FIX_LEAK = Advice(text="Fix {kind} first: this process grew until it was killed", expected="its growth stops")
+FIX_LEAK = Advice(text="Fix {kind} first: this process grew until its end", expected="its growth stops")
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(
     text="Find what the training process keeps from step to step: batches, outputs or losses in a list, a cache "
@@ -338,6 +338,18 @@ KILLED = Death(
     ),
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")
+#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
+_FULL_LIMIT = replace(KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings")
+LIMITS_MET: Mapping[int | None, Death] = {
+    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
+    for signal, text in (
+        (
+            SIGXCPU,
+            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
+        ),
+        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
+    )
+}
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
@@ -356,6 +368,13 @@ FAILED_EXIT = Death(
     advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
     confidence=0.8,
 )
+#: No training process recorded its end.
+EXIT_WITHOUT_HANDLERS = replace(
+    FAILED_EXIT,
+    sentence="The command ended with exit status {status}, without an exception and without running exit handlers, "
+    "as by os._exit or an exit in native code.",
+)
+EXIT_WITH_STATUS = replace(FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}.", confidence=0.95)
 EXIT_WITH_MESSAGE = replace(
     FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}", advice=(), confidence=0.95
 )

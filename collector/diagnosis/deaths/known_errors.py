@@ -192,6 +192,11 @@ _DISK = _known(
     "this machine",
     sentence=" A file could not be written in full.",
 )
+_FILE_SIZE = _known(
+    "Check `ulimit -f` and the largest file that the file system can hold, or write several files",
+    "the file may grow",
+    "your settings",
+)
 _SENDER = _known(
     "Let a process that puts tensors into a queue live until they are received, for example until "
     "the receiver sets an Event; or send arrays (`tensor.numpy().copy()`), which the queue copies",
@@ -249,6 +254,18 @@ _RENDEZVOUS = _known(
     "all ranks meet",
     "your settings",
 )
+_GRAPH_TWICE = _known(
+    "Detach what a step takes over from the one before (hidden states, running losses: .detach() or .item()), or "
+    "call backward once, on the sum of the losses",
+    "each backward pass has a graph of its own",
+    "your code",
+)
+_IN_PLACE = _known(
+    "Run once under torch.autograd.set_detect_anomaly(True), which names the forward line, and write the operation "
+    "there that changes a tensor in place (`+=`, `x[...] =`, relu_) as one that makes a new tensor",
+    "the backward pass finds the values of the forward pass",
+    "your code",
+)
 #: Text of an error -> its cause, None if the rest of the exception speaks against it; the first that fits counts.
 _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] = tuple(
     (re.compile(pattern), explain)
@@ -257,6 +274,9 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
         (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
         (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _DISK),
+        (r"\[Errno 27\]", _FILE_SIZE),
+        (r"backward through the graph a second time", _GRAPH_TWICE),
+        (r"modified by an inplace operation", _IN_PLACE),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
         (r"stack expects each tensor to be equal size", _UNEQUAL_SAMPLES),
         (r"DataLoader timed out", _timeout),
