@@ -176,7 +176,8 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
     event, error = life.exceptions[key], exception_of(life, key)
-    headline = f": {error.lines[0]}" if error.lines[0] else "."
+    headline = f": {error.lines[0]}" if error.lines[0] else "" if error.origin else "."
+    headline += f" ({error.origin})" if error.origin else ""
     went_on = "" if victim is None else victim.went_on
     evidence = [
         fact("exception", shorten(error.text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),

@@ -446,4 +446,4 @@ def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks(own_frame, si
     text = f"Caught KeyError in DataLoader worker process 0.\nTraceback:\n{hook}{own_frame}\nKeyError: 'a'"
     script = exception(training(), "KeyError", message=text, site="/home/me/train.py:9, in <module>")
     (found,) = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind == "crashed"]
-    assert f"ended with KeyError at {site}: 'a'" in found.summary
+    assert f"ended with KeyError at {site}: 'a' (Caught KeyError in DataLoader worker process 0)" in found.summary
