@@ -13,7 +13,6 @@ from collector.diagnosis.deaths.stuck_process import (
     AWAITS_THREAD,
     COLLECTIVE,
 )
-from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
 from collector.stacks import FULL_PIPE
 from collector.units import duration
@@ -266,7 +265,6 @@ BUS_ERROR = Death(
     kind="shm-bus-error",
     sentence="{what} was killed by SIGBUS when /dev/shm was full: {used} of {total} were in use one "
     "sample earlier.",
-    advice=SHARED_MEMORY.full_advice,
     confidence=0.95,
 )
 BUS_ERROR_BETWEEN_SAMPLES = replace(

@@ -107,7 +107,7 @@ def _shared_memory(raised: _Raised) -> Cause:
         return Cause(advice=resources.SHARED_MEMORY.full_advice)
     return Cause(
         sentence=f" /dev/shm has {size(memory.total)}.",
-        advice=resources.SHARED_MEMORY.full_advice,
+        advice=memory.advice,
         fault="your settings",
         evidence=(fact("shm_used_peak_bytes", peak(memory.used), "run", n=len(memory.used)),),
     )
