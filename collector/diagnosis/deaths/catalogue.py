@@ -151,6 +151,20 @@ HANG_OF_WORKER = replace(
         ),
     ),
 )
+#: All workers wait for an index, and the batch that the training waits for was made.
+HANG_OF_UNDELIVERED = replace(
+    HANG,
+    sentence="{what} made batch {index}, and it never arrived: {training} has had no batch for {silent}.",
+    advice=(
+        Advice(
+            text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
+            "collate_fn return tensors, arrays, numbers and strings, without generators, locks and open files",
+            expected="the batch can be sent to the training process",
+        ),
+    ),
+    confidence=0.9,
+    fault="your code",
+)
 #: A rank that PyTorch's Flight Recorder names, without stacks of its own.
 HANG_OF_RANK = replace(
     HANG,
