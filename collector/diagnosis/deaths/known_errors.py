@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from collector.diagnosis.memory import resources
@@ -156,6 +156,18 @@ def _processes(raised: _Raised) -> Cause | None:
     )
 
 
+def _disk(raised: _Raised) -> Cause:
+    """Explain a file that does not fit. The message seldom names it; /dev/shm may have been filling just then."""
+    cause, memory = _DISK(raised), SharedMemory.of(raised.tables, raised.key[0])
+    used = memory.used[memory.times * SECOND_NS <= raised.time_ns]
+    if len(used) < 2 or not memory.total - used[-1] <= 2 * (used[-1] - used[-2]):
+        return cause
+    sentence = (
+        f"{cause.sentence} /dev/shm was filling: {size(memory.total - used[-1])} of {size(memory.total)} were left."
+    )
+    return replace(cause, sentence=sentence, advice=(*resources.SHARED_MEMORY.leak_advice, *cause.advice))
+
+
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
@@ -273,7 +285,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"shared memory\(shm\) for file|</torch_.*No space left on device", _shared_memory),
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
         (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
-        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _DISK),
+        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _disk),
         (r"\[Errno 27\]", _FILE_SIZE),
         (r"backward through the graph a second time", _GRAPH_TWICE),
         (r"modified by an inplace operation", _IN_PLACE),

@@ -56,6 +56,16 @@ def test_leak_of_a_process_whose_own_limit_is_met_comes_first():
     assert found.value_of("last_rss_bytes") > 700 * MIB
 
 
+def test_file_that_finds_no_room_while_dev_shm_fills_names_dev_shm():
+    script, seconds = training(), [START_SECONDS + second / 2 for second in range(4)]
+    used = [each * MIB for each in (10, 30, 60, 90)]
+    sample_host(script, seconds, demand=[4 * GIB] * 4, shm_total_bytes=[96 * MIB] * 4, shm_used_bytes=used)
+    exception(script, "OSError", "[Errno 28] No space left on device")
+    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    assert "/dev/shm was filling: 6 MiB of 96 MiB were left." in found.summary
+    assert found.advice[0].text.startswith("List the segments")
+
+
 def test_request_on_a_full_host_points_to_what_holds_the_memory():
     found = crash("MemoryError", "", demand=23.5 * GIB)
     assert found.summary.endswith("ended with MemoryError.")
