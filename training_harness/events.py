@@ -146,8 +146,9 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "exit-message": _event(
         _ATTACHED,
-        "the main thread called `sys.exit` with a message, which makes the exit status 1",
-        Field("message", "str", "the message"),
+        "the main thread called `sys.exit` with a message, which makes the exit status 1, or with a status above 0",
+        Field("message", "str", "the message, or the status in words"),
+        Field("status", "int", "the status; null with a message"),
         Field("site", "str", "`file:line, in function` of the call"),
     ),
     "loader": _event(

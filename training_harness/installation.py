@@ -89,8 +89,7 @@ def _watch_exits() -> Hook:
     def make(previous: Any) -> Any:
         @functools.wraps(previous)
         def exit(status: Any = None, /) -> Any:
-            # A message is printed, and None or a number is the exit status.
-            if hook.active and not isinstance(status, int | None) and next(numbers, None) is not None:
+            if hook.active and status not in (None, 0) and next(numbers, None) is not None:
                 try:
                     session.record_exit_message(status, sys._getframe(1))
                 except Exception:

@@ -143,20 +143,28 @@ def record_thread_exception(args: threading.ExceptHookArgs) -> None:
 
 
 def record_exit_message(message: object, caller: FrameType) -> None:
-    """Write the message with which the main thread asks to exit as an event."""
+    """Write the message, or the exit status other than 0, with which the main thread asks to exit as an event."""
     session = start()
     if session is not None and threading.current_thread() is threading.main_thread():
         site = _site(caller.f_code, caller.f_lineno)
-        session.events.append("exit-message", message=str(message)[:_MESSAGE_CHARACTERS], site=site)
+        # A message is printed, and a number is the exit status.
+        status = message & 0xFF if isinstance(message, int) else None
+        text = str(message) if status is None else f"exit status {status}"
+        session.events.append("exit-message", message=text[:_MESSAGE_CHARACTERS], status=status, site=site)
 
 
 def _described(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> dict[str, str | None]:
     text = "".join(traceback.format_exception(kind, error, trace))
+    message, first = str(error), error
+    while isinstance(first, BaseExceptionGroup):  # as of asyncio.TaskGroup, whose own message has no cause
+        first = first.exceptions[0]
+    if first is not error:
+        message, trace = f"{message}, first {type(first).__name__}: {first}", first.__traceback__ or trace
     return {
         "type": kind.__name__,
-        "message": str(error)[:_MESSAGE_CHARACTERS],
+        "message": message[:_MESSAGE_CHARACTERS],
         "site": site_of(trace),
         "traceback": text[-_TRACEBACK_CHARACTERS:],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from collector.diagnosis.deaths.catalogue import FIND_KEPT, FIX_LEAK
+from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_LEAK
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
 
@@ -121,18 +121,22 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
 
 
 def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
-    """Return a kill for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
-    if death.kind != "host-oom-kill":
+    """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
+    is_refused = death.kind == "crashed" and death.value_of("memory_available_bytes") is not None
+    if death.kind != "host-oom-kill" and not is_refused:
         return death
     at = death.locus
     places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
-    leaks = (finding for finding in findings if finding.locus in places and finding.group == "memory leak")
-    advice = tuple(
-        replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind)) for leak in leaks if leak.severity != "info"
-    )
-    return replace(
-        death, advice=(*advice[:1], *(each for each in death.advice if not (advice and each == FIND_KEPT)))
-    )
+    leaks = [
+        finding
+        for finding in findings
+        if finding.locus in places and finding.group == "memory leak" and finding.severity != "info"
+    ]
+    if not leaks:
+        return death
+    fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind))
+    rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_CACHE))
+    return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
 
 
 def _is_met(findings: list[Finding], risk: Finding) -> bool:

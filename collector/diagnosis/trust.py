@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Epoch, epochs_of, recreated_loaders, replaced_loaders
+from collector.diagnosis.loading.loaders import Epoch, epochs_of, recreated_loaders, replaced_loaders, worker_slots
 from collector.diagnosis.run.allocators import devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
@@ -297,9 +297,13 @@ def _exit_status(life: Lifecycle) -> tuple[Evidence, ...]:
 
 
 def _left_running(life: Lifecycle) -> list[Finding]:
-    if not life.left_running or life.is_living(life.command):
+    if life.is_living(life.command):
         return []
-    processes = list(life.left_running.items())
+    # DataLoader's workers end by themselves, seconds after their training process.
+    workers = worker_slots(life.tables)
+    processes = [(key, process) for key, process in life.left_running.items() if key[:2] not in workers]
+    if not processes:
+        return []
     names = ", ".join(
         f"{key[1]} ({' '.join(map(str, process.get('argv') or ()))[:60]})" for key, process in processes[:3]
     )

@@ -41,6 +41,8 @@ _MARKS: dict[Severity, tuple[str, str]] = {
 }
 #: Most processes in the card of a run that died.
 _LAST_PROCESSES = 5
+#: Share of the words of a text that a sentence has which is cut where it gets too long.
+_QUOTED_RATIO = 0.6
 #: Most warnings in the card that are more than a heading; only the first one has its figures and all of its advice.
 _EXPLAINED = 3
 #: Unit of a step, if it is no optimizer step -> its plural.
@@ -293,19 +295,20 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     for _ in range(3):
         table.add_column(no_wrap=True)
     table.add_row("", "memory", "change", "last", style="dim")
+    has_loaders = len({state["loader"] for state in states if state["loader"] is not None}) > 1
     for state in states[:_LAST_PROCESSES]:
         rise = state["held_rise_bytes"]
         process = Locus(
             role=state["role"],
             rank=state["rank"],
-            loader=state["loader"],
+            loader=state["loader"] if has_loaders else None,
             worker=state["worker"],
             pid=state["pid"],
         )
         batch = [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
-        activity = batch if state["step"] is None else [after_steps(state["step"] + 1)]
+        activity = batch if state["step"] is None else [after_steps(state["step"] + 1).removeprefix("after ")]
         table.add_row(
-            wording.locus(process),
+            wording.locus(process).replace("training process", "training"),
             # Resident memory, where nothing else was read, counts shared pages in full.
             f"{'≤ ' if state['pss_bytes'] is None and state['held_bytes'] else ''}{size(state['held_bytes'])}",
             "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
@@ -353,11 +356,12 @@ def _details(
 
 
 def _says(finding: Finding, item: Evidence) -> bool:
-    """Return whether a finding's sentence has each word of a text among its evidence."""
+    """Return whether a finding's sentence has each word of a text among its evidence, up to where it is cut."""
     value, sentence = (
-        {word.strip(".,:;()") for word in str(text).split()} for text in (item.value, finding.summary)
+        {word.strip(".,:;()…") for word in str(text).split()} for text in (item.value, finding.summary)
     )
-    return isinstance(item.value, str) and value <= sentence
+    least_ratio = _QUOTED_RATIO if finding.summary.endswith("…") else 1.0
+    return isinstance(item.value, str) and len(value & sentence) >= least_ratio * len(value)
 
 
 def _evidence(evidence: Sequence[Evidence]) -> Group:

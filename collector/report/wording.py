@@ -215,7 +215,7 @@ def stake(finding: Finding) -> str:
 
     It is the time until a limit is met, the end of a growth, the time that is lost, or the rate of a growth.
     """
-    if finding.eta is not None:
+    if finding.eta is not None and finding.severity != "info":
         return f"{until(finding.eta.mid_seconds)} to the limit"
     if (end := finding.value_of("level_at_end_high_bytes")) is not None:
         return f"at most {size(end)} at its end"

@@ -109,8 +109,21 @@ def test_message_of_sys_exit_is_recorded_with_its_line(run_attached, tmp_path):
     run = run_attached(script)
     assert run.done.returncode == 1
     assert "no images in /data" in run.done.stderr
-    [event] = map(json.loads, run.events("exit-message").body)
+    caught, event = map(json.loads, run.events("exit-message").body)
+    assert (caught["status"], caught["site"]) == (2, f"{script}:3, in <module>")
     assert (event["message"], event["site"]) == ("no images in /data", f"{script}:6, in <module>")
+
+
+def test_group_of_exceptions_is_recorded_with_its_first_cause(run_attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.utils.data\nerrors = []\nfor text in ('shard 3', 'shard 4'):\n    try:\n"
+        "        raise OSError(28, text)\n    except OSError as error:\n        errors.append(error)\n"
+        "raise ExceptionGroup('reading', errors)\n"
+    )
+    [event] = map(json.loads, run_attached(script).events("exception").body)
+    assert event["message"] == "reading (2 sub-exceptions), first OSError: [Errno 28] shard 3"
+    assert event["site"] == f"{script}:5, in <module>"
 
 
 def test_disabled_hooks_leave_no_trace(run_attached):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from signal import SIGABRT, SIGBUS, SIGILL
+from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
 
 from collector.diagnosis.deaths.stuck_process import (
     AWAITS_POOL,
@@ -13,7 +13,6 @@ from collector.diagnosis.deaths.stuck_process import (
     AWAITS_THREAD,
     COLLECTIVE,
 )
-from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
 from collector.stacks import FULL_PIPE
 from collector.units import duration
@@ -152,6 +151,20 @@ HANG_OF_WORKER = replace(
         ),
     ),
 )
+#: All workers wait for an index, and the batch that the training waits for was made.
+HANG_OF_UNDELIVERED = replace(
+    HANG,
+    sentence="{what} made batch {index}, and it never arrived: {training} has had no batch for {silent}.",
+    advice=(
+        Advice(
+            text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
+            "collate_fn return tensors, arrays, numbers and strings, without generators, locks and open files",
+            expected="the batch can be sent to the training process",
+        ),
+    ),
+    confidence=0.9,
+    fault="your code",
+)
 #: A rank that PyTorch's Flight Recorder names, without stacks of its own.
 HANG_OF_RANK = replace(
     HANG,
@@ -218,12 +231,24 @@ def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 #: Advice on a process that the kernel killed for lack of memory, if it leaked.
-FIX_LEAK = Advice(text="Fix {kind} first: this process grew until it was killed", expected="its growth stops")
+FIX_LEAK = Advice(text="Fix {kind} first: this process grew until its end", expected="its growth stops")
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(
     text="Find what the training process keeps from step to step: batches, outputs or losses in a list, a cache "
     "without bound. `tidegauge run --investigate -- COMMAND` names its lines if it grows for a minute or more",
     expected="it needs no more memory than a few steps take",
+)
+#: The same of a worker.
+FIND_CACHE = Advice(
+    text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without bound), and "
+    "for lists and dicts of Python objects, which a forked worker copies by reading",
+    expected="the worker needs no more memory than a few batches take",
+)
+#: Advice on a training process that took most of its growth between its last step or batch and the kill.
+TAKE_LESS_AT_ONCE = Advice(
+    text="Look at what the training did after that step or batch: a copy of the state for a checkpoint, an "
+    "evaluation, results that are joined, or a batch larger than those before",
+    expected="it takes less memory at once",
 )
 OOM_KILL = Death(
     kind="host-oom-kill",
@@ -254,7 +279,6 @@ BUS_ERROR = Death(
     kind="shm-bus-error",
     sentence="{what} was killed by SIGBUS when /dev/shm was full: {used} of {total} were in use one "
     "sample earlier.",
-    advice=SHARED_MEMORY.full_advice,
     confidence=0.95,
 )
 BUS_ERROR_BETWEEN_SAMPLES = replace(
@@ -326,6 +350,18 @@ KILLED = Death(
     ),
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")
+#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
+_FULL_LIMIT = replace(KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings")
+LIMITS_MET: Mapping[int | None, Death] = {
+    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
+    for signal, text in (
+        (
+            SIGXCPU,
+            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
+        ),
+        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
+    )
+}
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
@@ -344,6 +380,13 @@ FAILED_EXIT = Death(
     advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
     confidence=0.8,
 )
+#: No training process recorded its end.
+EXIT_WITHOUT_HANDLERS = replace(
+    FAILED_EXIT,
+    sentence="The command ended with exit status {status}, without an exception and without running exit handlers, "
+    "as by os._exit or an exit in native code.",
+)
+EXIT_WITH_STATUS = replace(FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}.", confidence=0.95)
 EXIT_WITH_MESSAGE = replace(
     FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}", advice=(), confidence=0.95
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from signal import SIGINT, SIGTERM
@@ -62,7 +62,7 @@ class Workers:
         for address in self._blamed:
             if address not in dead and (worker := self._worker_at(address, None)):
                 dead[address] = worker
-        for worker in self._gone_before_their_main():
+        for worker in (*self._raised_before_their_main(), *self._gone_before_their_main()):
             dead.setdefault(worker.address, worker)
         return sorted(dead.values(), key=lambda worker: (worker.main, worker.loader, worker.worker))
 
@@ -86,6 +86,14 @@ class Workers:
             if worker is not None and not self._had_finished(worker):
                 dead.append(worker)
         return dead
+
+    def _raised_before_their_main(self) -> Iterator[DeadWorker]:
+        """Yield workers with an exception of their own, outside DataLoader's loop, that made their main raise."""
+        for key, event in self.life.exceptions.items():
+            worker = self._worker_at(key[:2], None) if signal_raised(event) is None else None
+            effect = self.life.exceptions.get(worker.main) if worker is not None else None
+            if worker is not None and effect is not None and event["time_ns"] <= effect["time_ns"]:
+                yield worker
 
     def _had_finished(self, worker: DeadWorker) -> bool:
         """Return whether the worker had finished its loop before, and the training did not fail because of it.

@@ -122,6 +122,8 @@ def _death_of(victim: Victim) -> Death:
         return crash if usual is None else replace(crash, advice=(usual, *crash.advice))
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
+    if victim.signal in catalogue.LIMITS_MET and not is_worker:
+        return catalogue.LIMITS_MET[victim.signal]
     if is_worker and victim.signal is None and victim.exit_code is not None:
         return catalogue.WORKER_EXITED
     if is_worker:
@@ -174,7 +176,8 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:
     """Return the finding on an exception that ended a process: a training process, or a worker as `victim`."""
     event, error = life.exceptions[key], exception_of(life, key)
-    headline = f": {error.lines[0]}" if error.lines[0] else "."
+    headline = f": {error.lines[0]}" if error.lines[0] else "" if error.origin else "."
+    headline += f" ({error.origin})" if error.origin else ""
     went_on = "" if victim is None else victim.went_on
     evidence = [
         fact("exception", shorten(error.text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"),
@@ -189,7 +192,7 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     finding = catalogue.EXCEPTION.finding(
         locus=life.locus(error.process) if victim is None else victim.locus,
         since_step=last_step(life.tables, error.process if victim is None else victim.main),
-        evidence=(*evidence, *last_memory(life.tables, error.process)),
+        evidence=(*evidence, *last_memory(life.tables, error.process, event["time_ns"])),
         went_on=went_on,
         what=sentence(life.name(error.process) if victim is None else victim.what),
         exception=error.kind,
@@ -215,9 +218,11 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     events = life.tables.events_of("exit-message")
     messages = [event for event in events if writer_of(event) in (*life.mains, life.command)]
     exit_fact = fact("exit_status", code, "of the command")
-    if code == 1 and messages:
+    signal = code - _SIGNAL_STATUS
+    status = messages[-1].get("status") if messages else None
+    if messages and code == (status or 1) and signal not in _EXITS:
         caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
-        finding = catalogue.EXIT_WITH_MESSAGE.finding(
+        finding = (catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE).finding(
             locus=life.locus(caller),
             since_step=last_step(life.tables, caller),
             evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
@@ -234,9 +239,10 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
         exit_fact,
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
-    signal = code - _SIGNAL_STATUS
+    is_silent = bool(life.mains) and not life.recorded_exits & set(life.mains)
+    failed = catalogue.EXIT_WITHOUT_HANDLERS if is_silent else catalogue.FAILED_EXIT
     return [
-        (catalogue.TIMED_OUT if is_over else _EXITS.get(signal, catalogue.FAILED_EXIT)).finding(
+        (catalogue.TIMED_OUT if is_over else _EXITS.get(signal, failed)).finding(
             locus=Locus(host=keys[0][0], role=life.role(keys[0]), pid=keys[0][1]),
             since_step=last_step(life.tables, keys[0]),
             evidence=evidence,

@@ -28,6 +28,7 @@ from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import (
     ITERATIONS,
     SECOND_NS,
+    WRITER,
     between,
     floats,
     key_of,
@@ -92,9 +93,10 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
     found: dict[ProcessKey, tuple[Process, Finding]] = {}
     for main in silent:
         culprit = _culprit(life, processes, main, [key for key in silent if key != main])
-        if culprit is not None and culprit.key not in found and not culprit.is_evaluating:
-            finding = _finding(life, culprit, main, silent, series)
-            found[culprit.key] = culprit, finding
+        if culprit is None:
+            found |= _undelivered(life, processes, main, silent[main])
+        elif culprit.key not in found and not culprit.is_evaluating:
+            found[culprit.key] = culprit, _finding(life, culprit, main, silent, series)
     return [*found.values()]
 
 
@@ -242,6 +244,44 @@ def _culprit(
     slots = worker_slots(life.tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     return who_holds_up(workers)
+
+
+def _undelivered(
+    life: Lifecycle, processes: Mapping[ProcessKey, Process], main: ProcessKey, silence: Mapping[str, Any]
+) -> dict[ProcessKey, tuple[Process, Finding]]:
+    """Return the worker that made the batch that a training process waits for while all workers are idle."""
+    slots, fetches = worker_slots(life.tables), life.tables.stream("fetch")
+    addresses = zip(fetches["host"], fetches["pid"], strict=True)
+    made = fetches[[slots.get(address, (None,))[0] == main for address in addresses]]
+    if main not in processes or processes[main].activity != WAITS_FOR_BATCH or made.empty:
+        return {}
+    epoch = made[["loader", "epoch"]].iloc[-1]
+    made, had = (
+        rows[(rows[["loader", "epoch"]] == epoch).all(axis=1)]
+        for rows in (made, written(life.tables, "batch", main))
+    )
+    lost = made[made["index"] > had["index"].max()] if len(had) else made
+    writers = (
+        (str(host), int(pid), int(ticks)) for host, pid, ticks in lost.sort_values("index")[WRITER].to_numpy()
+    )
+    key = next(writers, None)
+    if key is None or key not in processes:
+        return {}
+    seconds, worker = silence["silent_seconds"], processes[key]
+    finding = catalogue.HANG_OF_UNDELIVERED.finding(
+        locus=worker.locus,
+        since_step=last_step(life.tables, main),
+        evidence=(
+            fact("silent_seconds", round(seconds, 1), "since its last step or batch"),
+            fact("undelivered_batches_count", len(lost), "made by workers in this epoch"),
+        ),
+        severity="critical" if seconds >= silence["budget_seconds"] else "info",
+        what=sentence(worker.name),
+        index=int(lost["index"].min()),
+        training=life.name(main),
+        silent=duration(seconds),
+    )
+    return {key: (worker, finding)}
 
 
 def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silent, series: Series) -> Finding:

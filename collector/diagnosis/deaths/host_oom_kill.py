@@ -20,29 +20,32 @@ from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
     between,
-    finite,
     floats,
     held_bytes,
     host_samples,
     peak,
     sampled,
+    written,
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.limit_owner import SLURM_REMEDY, LimitOwner, limit_owner
 from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.run.training import iterates, training_start_ns
-from collector.findings import Finding, Limit, fact
+from collector.diagnosis.run.training import iterates, training_end_ns, training_start_ns
+from collector.findings import Advice, Finding, Limit, fact
 from collector.units import size
 
 #: Ticks by which the reading of the kill counter may differ from that of a process's end.
-_MARGIN_TICKS = 5
+MARGIN_TICKS = 5
 #: Share of the limit from which memory counts as short: the peak that kills may fall between two ticks.
 _SHORT_RATIO = 0.85
 #: Share of the limit that the last samples have to show: the peak that kills may fall after them.
 _SLURM_RATIO = 0.9
 #: Share of a victim's memory that it took after its first step, from which it is called grown.
 _GROWN_RATIO = 0.25
+#: Share of that growth after the last step or batch, from which it is called a growth at once; and the samples
+#: before, of which a growth from step to step would show more than the rest.
+_AT_ONCE_RATIO, _FEW_SAMPLES = 0.5, 4
 #: Seconds before the victim's last sign of life of which samples count.
 _LAST_SECONDS = 5.0
 
@@ -72,7 +75,7 @@ def _may_coincide(tables: RunTables, victim: Victim, other: Victim) -> bool:
 def end_window(tables: RunTables, victim: Victim) -> tuple[float, float]:
     """Return the window, in ns, in which samples of the host may show the victim's end."""
     times = floats(host_samples(tables, victim.main[0]), "time_ns")
-    margin = _MARGIN_TICKS * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    margin = MARGIN_TICKS * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     return victim.last_seen_ns - margin, victim.gone_ns + margin
 
 
@@ -95,12 +98,13 @@ def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
         for column in ("cgroup_oom_kill_count", "host_oom_kill_count")
     )
     kills = {"cgroup_oom_kill_count": int(cgroup[is_same_cgroup & is_near].sum())}
-    if _memory_was_short(tables, host, (times >= begin) & (times <= end)):
+    if memory_was_short(tables, host, (times >= begin) & (times <= end)):
         kills["host_oom_kill_count"] = int(whole_host[is_near].sum())
     return kills
 
 
-def _memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:
+def memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:
+    """Return whether most of a host's memory, or of the limit that binds, was in use in some of its samples."""
     samples = host_samples(tables, host)
     limit = binding_limit(tables, host)[1]
     demand = peak(demand_series(tables, host)[1][in_window])
@@ -122,9 +126,11 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
     }
     death = catalogue.OOM_KILL_OF_WORKER if victim.locus.role == "worker" else catalogue.OOM_KILL
     owner = limit_owner(tables, host) if name == "cgroup" and "cgroup_oom_kill_count" in kills else None
-    grown = _grown_bytes(tables, victim)
-    if grown:
-        death = replace(death, advice=(catalogue.FIND_KEPT, catalogue.RAISE_LIMIT))
+    grown, advice = _growth(tables, victim) or ("", None)
+    if advice is not None:
+        death = replace(
+            death, advice=(advice, *(death.advice if victim.locus.role == "worker" else death.advice[1:]))
+        )
     finding = death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
@@ -137,23 +143,32 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         confidence=0.97 if "cgroup_oom_kill_count" in kills else 0.85,
         went_on=victim.went_on,
         what=victim.what,
-        last_held=f"; it last held {size(held)}{f', {size(grown)} of it since training began' if grown else ''}"
-        if held
-        else "",
+        last_held=f"; it last held {size(held)}{grown}" if held else "",
         the_limit=_limit_words(limit, owner),
         this_one=f" (this one {size(held)})" if held else "",
     )
     return finding if owner is None or owner.remedy is None else _with_remedy(finding, owner.remedy)
 
 
-def _grown_bytes(tables: RunTables, victim: Victim) -> float:
-    """Return by how much a training process grew after its first step, 0 if that is a small part of its memory."""
-    if victim.key is None or victim.locus.role != "main" or not iterates(tables, victim.key):
-        return 0.0
-    rows = sampled(tables, victim.key)
-    held = finite(held_bytes(rows)[floats(rows, "time_ns") >= training_start_ns(tables, victim.key)])
-    grown = float(held[-1] - held[0]) if len(held) else 0.0
-    return grown if grown >= _GROWN_RATIO * held[-1:].sum() else 0.0
+def _growth(tables: RunTables, victim: Victim) -> tuple[str, Advice] | None:
+    """Return how much a process grew after it began to iterate, and what to do; None if that is little."""
+    key, is_worker = victim.key, victim.locus.role == "worker"
+    if key is None or not (is_worker or (victim.locus.role == "main" and iterates(tables, key))):
+        return None
+    rows, fetches = sampled(tables, key), floats(written(tables, "fetch", key), "time_ns")
+    begin = fetches.min(initial=math.inf) if is_worker else training_start_ns(tables, key)
+    times, held = floats(rows, "time_ns"), held_bytes(rows)
+    is_known = np.isfinite(held) & (times >= begin)
+    times, held = times[is_known], held[is_known]
+    if not len(held) or held[-1] - held[0] < _GROWN_RATIO * held[-1]:
+        return None
+    grown = held[-1] - held[0]
+    if is_worker:
+        return f", {size(grown)} of it since its first batch", catalogue.FIND_CACHE
+    before = held[times <= training_end_ns(tables)]
+    if len(before) >= _FEW_SAMPLES and held[-1] - before[-1] >= _AT_ONCE_RATIO * grown:
+        return f", {size(held[-1] - before[-1])} of it after the last step or batch", catalogue.TAKE_LESS_AT_ONCE
+    return f", {size(grown)} of it since training began", catalogue.FIND_KEPT
 
 
 def _limit_words(limit_bytes: float, owner: LimitOwner | None) -> str:

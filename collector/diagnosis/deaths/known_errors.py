@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from collector.diagnosis.memory import resources
@@ -107,7 +107,7 @@ def _shared_memory(raised: _Raised) -> Cause:
         return Cause(advice=resources.SHARED_MEMORY.full_advice)
     return Cause(
         sentence=f" /dev/shm has {size(memory.total)}.",
-        advice=resources.SHARED_MEMORY.full_advice,
+        advice=memory.advice,
         fault="your settings",
         evidence=(fact("shm_used_peak_bytes", peak(memory.used), "run", n=len(memory.used)),),
     )
@@ -156,6 +156,18 @@ def _processes(raised: _Raised) -> Cause | None:
     )
 
 
+def _disk(raised: _Raised) -> Cause:
+    """Explain a file that does not fit. The message seldom names it; /dev/shm may have been filling just then."""
+    cause, memory = _DISK(raised), SharedMemory.of(raised.tables, raised.key[0])
+    used = memory.used[memory.times * SECOND_NS <= raised.time_ns]
+    if len(used) < 2 or not memory.total - used[-1] <= 2 * (used[-1] - used[-2]):
+        return cause
+    sentence = (
+        f"{cause.sentence} /dev/shm was filling: {size(memory.total - used[-1])} of {size(memory.total)} were left."
+    )
+    return replace(cause, sentence=sentence, advice=(*resources.SHARED_MEMORY.leak_advice, *cause.advice))
+
+
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
@@ -191,6 +203,11 @@ _DISK = _known(
     "the file fits",
     "this machine",
     sentence=" A file could not be written in full.",
+)
+_FILE_SIZE = _known(
+    "Check `ulimit -f` and the largest file that the file system can hold, or write several files",
+    "the file may grow",
+    "your settings",
 )
 _SENDER = _known(
     "Let a process that puts tensors into a queue live until they are received, for example until "
@@ -249,6 +266,18 @@ _RENDEZVOUS = _known(
     "all ranks meet",
     "your settings",
 )
+_GRAPH_TWICE = _known(
+    "Detach what a step takes over from the one before (hidden states, running losses: .detach() or .item()), or "
+    "call backward once, on the sum of the losses",
+    "each backward pass has a graph of its own",
+    "your code",
+)
+_IN_PLACE = _known(
+    "Run once under torch.autograd.set_detect_anomaly(True), which names the forward line, and write the operation "
+    "there that changes a tensor in place (`+=`, `x[...] =`, relu_) as one that makes a new tensor",
+    "the backward pass finds the values of the forward pass",
+    "your code",
+)
 #: Text of an error -> its cause, None if the rest of the exception speaks against it; the first that fits counts.
 _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] = tuple(
     (re.compile(pattern), explain)
@@ -256,7 +285,10 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"shared memory\(shm\) for file|</torch_.*No space left on device", _shared_memory),
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
         (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
-        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _DISK),
+        (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _disk),
+        (r"\[Errno 27\]", _FILE_SIZE),
+        (r"backward through the graph a second time", _GRAPH_TWICE),
+        (r"modified by an inplace operation", _IN_PLACE),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
         (r"stack expects each tensor to be equal size", _UNEQUAL_SAMPLES),
         (r"DataLoader timed out", _timeout),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import SIGBUS
 
 import numpy as np
@@ -42,7 +42,7 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
     batch = (fact("batch_payload_peak_bytes", memory.batch, "run"),) if math.isfinite(memory.batch) else ()
     mapped = (fact("mapped_rise_bytes", filling.mapped, "since the last sample"),) if filling.mapped else ()
     death = catalogue.BUS_ERROR_BETWEEN_SAMPLES if filling.mapped else catalogue.BUS_ERROR
-    return death.finding(
+    return replace(death, advice=memory.advice).finding(
         locus=victim.locus,
         since_step=victim.since_step,
         evidence=(

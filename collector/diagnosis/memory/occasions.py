@@ -135,7 +135,7 @@ def rise_at_occasions(
         (rise, segments)
         for kind in occasions
         if (segments := _segments(kind, times)) is not None
-        and (rise := _rise(kind.name, segments, times, values, least_rise)) is not None
+        and (rise := _rise(kind, segments, times, values, least_rise)) is not None
     ]
     if not found:
         return None
@@ -160,7 +160,9 @@ def _segments(kind: Occasions, times: Floats) -> Floats | None:
     return segments if len(segments) > _LEAST_RISES else None
 
 
-def _rise(name: str, segments: Floats, times: Floats, values: Floats, least_rise: float) -> RiseAtOccasions | None:
+def _rise(
+    kind: Occasions, segments: Floats, times: Floats, values: Floats, least_rise: float
+) -> RiseAtOccasions | None:
     heads = np.array([_level(times, values, a, min(a + _LEVEL_SAMPLES, b)) for a, b in segments])
     tails = np.array([_level(times, values, max(a, b - _LEVEL_SAMPLES), b) for a, b in segments])
     at_times, at_values = (heads[1:] - tails[:-1]).T
@@ -175,8 +177,11 @@ def _rise(name: str, segments: Floats, times: Floats, values: Floats, least_rise
     error = float(at_values.std(ddof=1)) / np.sqrt(count)
     if at_sum / count < student_t_quantile(count - 1, _CONFIDENCE) * error:
         return None
+    # Several between two segments: their samples are too few to tell them apart.
+    is_inside = (kind.begins >= times[segments[0, 1] - 1]) & (kind.begins <= times[segments[-1, 0]])
+    count = max(count, int(is_inside.sum()))
     return RiseAtOccasions(
-        names=(name,),
+        names=(kind.name,),
         rise=at_sum / count,
         ratio=at_sum / total,
         count=count,

@@ -78,8 +78,8 @@ HEAP_WITHOUT_ITERATIONS = replace(
     HEAP,
     leak_advice=(
         Advice(
-            text="Look for what keeps references: lists and dicts that grow, caches without bound, buffers never "
-            "freed",
+            text="Look for what keeps references: lists and dicts that grow, caches without bound, queues "
+            "that fill faster than they are emptied",
             expected="the growth of {slope}/s stops",
         ),
     ),

@@ -41,7 +41,7 @@ from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import while_training
 from collector.diagnosis.statistics.growth import Floats, Growth
-from collector.findings import Evidence, Finding, Limit, Locus, fact
+from collector.findings import Advice, Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 from collector.units import size
 
@@ -68,6 +68,7 @@ class SharedMemory:
         total: its size in bytes.
         batch: size of the largest batch that a worker handed over, NaN if none is known.
         workers: workers that may write at once: the sum, over training processes, of their largest loader's.
+        in_flight: the batches that these may have under way.
     """
 
     times: Floats
@@ -76,16 +77,19 @@ class SharedMemory:
     total: float
     batch: float
     workers: int
+    in_flight: int
 
     @classmethod
     def of(cls, tables: RunTables, host: str, samples: pd.DataFrame | None = None) -> SharedMemory:
         """Return that of a host, at the given samples of it or at all."""
         samples = host_samples(tables, host) if samples is None else samples
         batch = tables.stream("batch")
-        workers: dict[object, int] = {}
+        loaders: dict[object, tuple[int, int]] = {}
         for (main, _), setting in loader_settings(tables).items():
             if main[0] == host:
-                workers[main] = max(workers.get(main, 0), int(setting.get("num_workers") or 0))
+                count = int(setting.get("num_workers") or 0)
+                loader = count, count * int(setting.get("prefetch_factor") or 0)
+                loaders[main] = max(loaders.get(main, (0, 0)), loader)
         used = floats(samples, "shm_used_bytes")
         return cls(
             times=seconds(samples),
@@ -93,8 +97,15 @@ class SharedMemory:
             promised=used + np.nan_to_num(floats(samples, "shm_unwritten_bytes")),
             total=last(floats(samples, "shm_total_bytes")),
             batch=peak(floats(batch[(batch["host"] == host) & (floats(batch, "worker") >= 0)], "payload_bytes")),
-            workers=sum(workers.values()),
+            workers=sum(workers for workers, _ in loaders.values()),
+            in_flight=sum(in_flight for _, in_flight in loaders.values()),
         )
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """Return what to do where it was full: about the batches under way, unless other things filled it."""
+        others_fill_it = peak(self.used) > 2 * self.in_flight * self.batch
+        return SHARED_MEMORY.risk_advice if others_fill_it else SHARED_MEMORY.full_advice
 
 
 def find_shared_memory(tables: RunTables) -> list[Finding]:

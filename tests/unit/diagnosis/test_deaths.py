@@ -116,6 +116,41 @@ def test_message_of_sys_exit_is_the_reason_if_the_status_is_its_own(exit_status,
     assert ("train.py:12, in main: no images in /data" in found.summary) == (exit_status == 1)
 
 
+def test_status_that_was_given_to_sys_exit_names_the_line():
+    script = end_workers(training())
+    event = {"message": "exit status 3", "status": 3, "site": "/my/train.py:12, in main"}
+    script.event(script.now_seconds, "exit-message", **event)
+    verdict = diagnose(end_run(end_training(script), 3).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert found.summary.endswith("called sys.exit at train.py:12, in main: exit status 3.")
+
+
+@pytest.mark.parametrize(("signal", "limit"), [(24, "ulimit -t"), (25, "ulimit -f")])
+def test_signal_of_a_limit_of_the_process_names_the_limit(signal, limit):
+    (found,) = [
+        f for f in diagnose(end_run(end_workers(training()), -signal).tables()).findings if f.kind in DEATHS
+    ]
+    assert limit in found.advice[0].text
+    assert found.fault == "your settings"
+
+
+def test_end_without_exit_handlers_says_so():
+    verdict = diagnose(end_run(end_workers(training()), 3).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert "without running exit handlers, as by os._exit" in found.summary
+
+
+def test_worker_whose_own_exception_made_the_training_raise_is_the_cause():
+    """Its thread that sends tensors found no descriptor, so the training process got an EOFError."""
+    script = training()
+    error = {"type": "OSError", "message": "[Errno 24] Too many open files", "traceback": "…"}
+    script.event(script.now_seconds - 0.51, "exception", WORKERS[1], **error)
+    script = end_workers(exception(script, "EOFError", ""), 0, 1)
+    (found,) = [f for f in diagnose(end_run(end_training(script), 1).tables()).findings if f.kind in DEATHS]
+    assert found.summary.startswith("Worker 1 of loader 0 (pid 1001) ended with OSError")
+    assert found.advice[0].text.startswith("List the open files")
+
+
 @pytest.mark.parametrize("status", [3, 143])
 def test_worker_that_exits_by_itself_is_named_with_its_status_and_no_signal(status):
     message = "DataLoader worker (pid(s) 1001) exited unexpectedly"
@@ -411,4 +446,4 @@ def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks(own_frame, si
     text = f"Caught KeyError in DataLoader worker process 0.\nTraceback:\n{hook}{own_frame}\nKeyError: 'a'"
     script = exception(training(), "KeyError", message=text, site="/home/me/train.py:9, in <module>")
     (found,) = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind == "crashed"]
-    assert f"ended with KeyError at {site}: 'a'" in found.summary
+    assert f"ended with KeyError at {site}: 'a' (Caught KeyError in DataLoader worker process 0)" in found.summary

@@ -85,6 +85,18 @@ def test_last_minute_lists_the_full_memory_the_kill_the_death_and_the_end_in_thi
     assert all(-60 <= happening.seconds <= 0 for happening in verdict.ending.happenings)
 
 
+def test_kill_on_the_host_is_listed_only_if_memory_was_short():
+    def kill_lines(available_bytes):
+        script = training()
+        demand = [24 * 2**30 - available_bytes] * 120
+        sample_host(script, SECONDS, demand=demand, host_oom_kill_count=[7] * 119 + [8])
+        script.event(END_SECONDS, "command-exit", exit_status=-11, command_pid=MAIN[1])
+        return [text for text in texts(diagnose(script.tables())) if "The kernel killed" in text]
+
+    assert kill_lines(200 * MIB) == ["The kernel killed a process of this host: out of memory."]
+    assert kill_lines(18 * 2**30) == []  # in the cgroup of another job
+
+
 def test_checkpoints_of_the_last_minute_alone_are_listed():
     script = killed_for_memory()
     for seconds in (END_SECONDS - 90, END_SECONDS - 10):

@@ -86,6 +86,19 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert advice in finding.advice[0].text
 
 
+def test_a_batch_that_was_made_and_never_arrived_names_its_worker():
+    """Its queue could not pickle the batch, and printed that; all workers wait for an index."""
+    script = training(batches=4)
+    for number, key in enumerate(WORKERS):
+        indices = (number, number + 4)
+        rows = [{"time_ns": ns(START_SECONDS + 3 + n), "loader": 0, "epoch": 0, "index": n} for n in indices]
+        script.add("fetch", [{**row, "worker": number} for row in rows], key)
+    found = only(stacks(script, WAITING, IDLE, process(WORKERS[1], FOR_AN_INDEX, POLL)))
+    assert (found.kind, found.severity, found.locus.worker) == ("hang", "critical", 0)
+    assert "made batch 4, and it never arrived" in found.summary
+    assert "pickle" in found.advice[0].text
+
+
 def test_data_loading_is_not_called_fine_where_a_worker_hangs():
     script = stacks(training(batches=100), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
     statuses = {check.name: check.status for check in diagnose(script.tables()).checks}

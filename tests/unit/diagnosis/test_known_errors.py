@@ -2,6 +2,7 @@
 
 import pytest
 from ended_runs import DEATHS, WORKERS, end_run, end_training, end_workers, exception, training
+from growing_memory import RAMP, memory, training as growing_training
 from simulated_runs import MAIN, MIB, START_SECONDS, sample_host, sample_process
 
 from collector.diagnosis.verdict import diagnose
@@ -43,6 +44,28 @@ def test_request_that_the_host_could_meet_points_to_a_limit_of_the_process():
     assert found.value_of("requested_bytes") == 7.5 * GIB
 
 
+def test_leak_of_a_process_whose_own_limit_is_met_comes_first():
+    script = memory(growing_training(), main=300 * RAMP)
+    raised, script.now_seconds = script.now_seconds + 3, script.now_seconds + 6
+    script.event(raised, "exception", type="RuntimeError", message=TORCH_REFUSED.format(MIB), traceback="…")
+    sample_process(script, [raised + 1], MAIN, ROLE_MAIN, private=[MIB], rss=[MIB])  # it frees its memory
+    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    assert "a limit of the process refused 1 MiB" in found.summary
+    assert found.advice[0].text.startswith("Fix main-heap-leak first")
+    assert found.fault == "your code"
+    assert found.value_of("last_rss_bytes") > 700 * MIB
+
+
+def test_file_that_finds_no_room_while_dev_shm_fills_names_dev_shm():
+    script, seconds = training(), [START_SECONDS + second / 2 for second in range(4)]
+    used = [each * MIB for each in (10, 30, 60, 90)]
+    sample_host(script, seconds, demand=[4 * GIB] * 4, shm_total_bytes=[96 * MIB] * 4, shm_used_bytes=used)
+    exception(script, "OSError", "[Errno 28] No space left on device")
+    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    assert "/dev/shm was filling: 6 MiB of 96 MiB were left." in found.summary
+    assert found.advice[0].text.startswith("List the segments")
+
+
 def test_request_on_a_full_host_points_to_what_holds_the_memory():
     found = crash("MemoryError", "", demand=23.5 * GIB)
     assert found.summary.endswith("ended with MemoryError.")
@@ -66,6 +89,9 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
             "Give /dev/shm more room",
         ),
         ("OSError", "[Errno 28] No space left on device", "", "Check the room and the quota"),
+        ("OSError", "[Errno 27] File too large", "", "Check `ulimit -f`"),
+        ("RuntimeError", "Trying to backward through the graph a second time (or …", "", "Detach what a step"),
+        ("RuntimeError", "… has been modified by an inplace operation: [torch.FloatTensor", "", "Run once under"),
         (
             "RuntimeError",
             "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534",

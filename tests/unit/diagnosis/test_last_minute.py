@@ -55,7 +55,7 @@ def test_report_of_a_death_has_memory_and_state_of_each_process():
     stream = io.StringIO()
     Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", command=in_words))
     told = stream.getvalue().partition("last 60 s")[2]
-    assert "worker 0 of loader 0" in told
+    assert "worker 0, rank 0, pid 1000" in told
     assert "219 MiB" in told
 
 

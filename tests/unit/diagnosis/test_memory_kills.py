@@ -120,6 +120,34 @@ def test_a_kill_after_a_short_growth_says_how_much_and_where_to_look(held, grows
     assert [each.status for each in verdict.checks if each.name == "training process's memory"] == ["finding"]
 
 
+def test_a_kill_after_a_growth_at_once_asks_what_followed_the_last_step():
+    """A checkpoint's copy, for example: nothing was kept from step to step."""
+    script = training()
+    seconds = [START_SECONDS + at for at in (1.1, 1.4, 1.7, 2.0, 3.2)]
+    values = [each * MIB for each in [300] * 4 + [800]]
+    sample_host(script, seconds, demand=values, limit=1024 * MIB, cgroup_oom_kill_count=[0] * 4 + [1])
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=values, rss=values)
+    script.now_seconds = seconds[-1] + 0.5
+    (kill,) = [f for f in diagnose(end_run(end_workers(script), -9).tables()).findings if f.kind == "host-oom-kill"]
+    assert "it last held 800 MiB, 500 MiB of it after the last step or batch, the limit" in kill.summary
+    assert "checkpoint" in kill.advice[0].text
+
+
+def test_a_kill_of_a_worker_that_grew_asks_for_what_it_keeps():
+    """Fewer workers would only delay it."""
+    script = training()
+    seconds, values = (
+        [START_SECONDS + at for at in (0.8, 1.2, 1.6, 2.0, 2.4)],
+        [n * MIB for n in (20, 90, 150, 300, 500)],
+    )
+    sample_host(script, seconds, demand=values, limit=512 * MIB, cgroup_oom_kill_count=[0] * 4 + [1])
+    sample_process(script, seconds, WORKERS[1], ROLE_WORKER, private=values, rss=values, loader=0, worker=1)
+    end_run(end_training(end_workers(exception(script, "RuntimeError", KILLED_MESSAGE), 0)), 1)
+    (kill,) = [f for f in diagnose(script.tables()).findings if f.kind == "host-oom-kill"]
+    assert "it last held 500 MiB, 410 MiB of it since its first batch, the limit" in kill.summary
+    assert kill.advice[0].text.startswith("Look for a cache in the dataset")
+
+
 def test_earlier_oom_kills_are_not_blamed():
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
     end_run(end_training(end_workers(script, 0)), 1)

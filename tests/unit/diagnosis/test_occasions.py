@@ -59,6 +59,12 @@ def test_growth_at_each_checkpoint_is_named_with_its_size(is_early):
     assert not any("per step" in advice.text for advice in leak.advice)
 
 
+def test_checkpoints_between_the_same_two_samples_share_the_growth():
+    both = np.sort(np.concatenate([CHECKPOINTS, CHECKPOINTS + 0.2]))
+    (leak,) = leaks(trained(after(CHECKPOINTS, 26), checkpoints=both))
+    assert leak.value_of("rise_each_time_bytes") == pytest.approx(13 * MIB, rel=0.1)
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_growth_at_a_few_uneven_checkpoints_is_information(is_early):
     at = CHECKPOINTS[[0, 1, 2, 4]]

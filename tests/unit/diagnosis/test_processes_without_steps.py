@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, Script, finish, ns, sample_host, sample_process
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    finish,
+    jittered,
+    ns,
+    sample_host,
+    sample_process,
+    simulate,
+)
 
 from collector.diagnosis.run.training import before_teardown
 from collector.diagnosis.verdict import diagnose
@@ -151,3 +162,12 @@ def test_run_is_running_while_a_process_left_behind_lives():
     assert any("777 (python train.py)" in finding.summary for finding in verdict.findings)
     script.living = frozenset()
     assert diagnose(script.tables()).status == "finished"
+
+
+def test_workers_that_are_still_leaving_a_killed_training_are_not_mentioned():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.1), consumer=jittered(0.1), batches=50)
+    script.event(script.now_seconds, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=-9)
+    left = [{"pid": 1000, "start_ticks": 7000, "argv": ["python", "train.py"], "is_python": True}]
+    script.event(script.now_seconds, "left-running", COLLECTOR, processes=left)
+    script.living = frozenset({("node", 1000, 7000)})
+    assert not [finding for finding in diagnose(script.tables()).findings if "started" in finding.summary]

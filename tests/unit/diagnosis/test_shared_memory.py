@@ -245,8 +245,10 @@ def test_burst_between_two_ticks_is_seen_in_the_samples_between_unless_the_worke
         assert found[0].confidence < 0.9
 
 
-def test_main_process_can_die_of_full_shm():
-    script = training(shm=FLAT + 55, total=64)
+@pytest.mark.parametrize(("payload", "advice"), [(10, "Give /dev/shm more room"), (0.01, "List the segments")])
+def test_main_process_can_die_of_full_shm_that_batches_or_other_things_fill(payload, advice):
+    script = training(shm=np.where(AT >= 50, 63.0, 55.0), total=64, payload=payload)
     script.living = frozenset()
     script.event(SECONDS[-1], "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=-7)
-    assert ("shm-bus-error", "main") in [(f.kind, f.locus.role) for f in findings_of(script)]
+    (death,) = [f for f in findings_of(script) if f.kind == "shm-bus-error" and f.locus.role == "main"]
+    assert death.advice[0].text.startswith(advice)

@@ -387,6 +387,26 @@ def test_long_text_evidence_is_shown_whole():
     assert message.strip() in " ".join(card(verdict(crash)).split())
 
 
+def test_exception_whose_message_is_cut_in_the_sentence_is_not_repeated():
+    message = " ".join(f"word{number}" for number in range(60))
+    crash = Finding(
+        kind="crashed",
+        severity="critical",
+        confidence=1.0,
+        summary=f"It ended with RuntimeError at train.py:3: {message[:240]} …",
+        evidence=(
+            Evidence(name="exception", value=f"RuntimeError: {message[:290]} …", unit="text", n=1, window="run"),
+            Evidence(name="exit_status", value=1, unit="status", n=1, window="run"),
+        ),
+    )
+    assert card(verdict(crash)).count("word5 ") == 1
+
+
+def test_risk_that_is_only_information_states_no_time_to_the_limit():
+    text = card(verdict(dataclasses.replace(HOST_RISK, severity="info")))
+    assert "to the limit" not in text[text.index("INFO") :].partition("\n")[0]
+
+
 def test_severity_does_not_depend_on_colour():
     plain, coloured = card(verdict(SLOW_WORKER)), card(verdict(SLOW_WORKER), color=True)
     assert "\x1b[" in coloured
