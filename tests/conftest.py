@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 from unittest import mock
 
@@ -20,9 +21,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from collector import cli
+from collector.agent import launch
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.warm_python import WarmPython
+from tests.warm_python import WarmChild, WarmPython
 from training_harness import layout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -104,13 +106,24 @@ def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.Complete
     return subprocess.CompletedProcess(argv, ended.value.code or 0, output.getvalue(), errors.getvalue())
 
 
+def begin(argv: list[str], *, env: Mapping[str, str], **options: bool) -> WarmChild | subprocess.Popen[bytes]:
+    """Begin a command in a warm Python, if it is a script."""
+    if argv[0] == PYTHON and argv[1].endswith(".py"):
+        return WARM_PYTHON.begin(*argv[1:], env=env)
+    return subprocess.Popen(argv, env=env, **options)
+
+
 @pytest.fixture
 def under_tidegauge(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a command line that starts a command, with the collector in this process; its output is that of both."""
+    """Run a command line that starts a command, with the collector in this process; its output is that of both.
+
+    A script begins in a warm Python.
+    """
 
     def run(home: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
         capfd.readouterr()
-        done = tidegauge(home, *words, **{"OMP_NUM_THREADS": "1", **environ})
+        with mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=begin)):
+            done = tidegauge(home, *words, **{"OMP_NUM_THREADS": "1", **environ})
         output, errors = capfd.readouterr()
         return subprocess.CompletedProcess(done.args, done.returncode, output + done.stdout, errors + done.stderr)
 
