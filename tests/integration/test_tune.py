@@ -115,7 +115,7 @@ def test_a_setting_of_the_script_that_does_not_fit_fails_and_fewer_workers_are_t
 
 
 def test_tune_prints_json_for_programs(tmp_path):
-    options = ("--trial-seconds", 10, "--trials", 1, "--format", "json")
+    options = ("--trial-seconds", 5, "--trials", 1, "--format", "json")
     done = tidegauge(tmp_path, "tune", *options, "--", *training("--num-workers", 1, "--rows", 100_000))
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
