@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup demo docs test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check release-check clean
+.PHONY: setup demo docs test lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check release-check clean
 
 setup: $(STAMP)
 
@@ -52,10 +52,9 @@ docs: setup
 	$(BIN)/mkdocs build --quiet --clean
 	@echo "Open site/index.html"
 
-test: static browser prometheus postgres compiler unit
-
-static: setup
-	@$(MAKE) --no-print-directory -j2 -O lint types layers
+# mypy takes half a minute of one core the first time; it runs beside the tests, which also wait.
+test: lint layers browser prometheus postgres compiler
+	@$(MAKE) --no-print-directory -j2 types unit
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -85,9 +84,9 @@ postgres:
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql openssl iproute2; } \
 		|| echo "postgresql is missing and can't be installed here: the tests of the shared store will be skipped" >&2
 
-# Three at once on two cores: a third of their time, tests wait for trainings that sleep.
+# Four at once on two cores: half of their time, tests wait for trainings that sleep.
 unit: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # The random kills of tests/integration/test_kills.py, 50 times (about 8 minutes).

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 from unittest import mock
 
@@ -20,9 +21,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from collector import cli
+from collector.agent import launch
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.warm_python import WarmPython
+from tests.warm_python import WarmChild, WarmPython
 from training_harness import layout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -37,13 +39,30 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
-#: Files that take longest, in that order: if one of them began last, the other cores would be idle at the end.
+#: Files that take longest, those that wait between those that compute. If one of them began last, the other cores
+#: would be idle at the end.
 LONGEST_FIRST = (
-    *("test_foreign_code", "test_get_started", "test_jobs", "test_rollups", "test_golden", "test_shared_store"),
-    *("test_loaders", "test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent"),
-    *("test_two_nodes", "test_fail_open", "test_attach", "test_views", "test_store_kill", "test_pipeline_stages"),
-    *("test_store_reader", "test_store_ingest", "test_devices", "test_cuda_errors", "test_integrations"),
-    *("test_parallel", "test_snapshot_requests", "test_watch", "test_gpu_runs"),
+    *("test_foreign_code", "test_jobs", "test_tune", "test_shared_store", "test_auto_workers", "test_golden"),
+    *(
+        "test_pytest_plugin",
+        "test_get_started",
+        "test_hangs",
+        "test_fail_open",
+        "test_oom_checkpoints",
+        "test_states",
+    ),
+    *(
+        "test_missing_rank",
+        "test_ended_runs",
+        "test_kills",
+        "test_loaders",
+        "test_lines",
+        "test_matrix",
+        "test_views",
+    ),
+    *("test_command_line", "test_rollups", "test_agent", "test_snapshot_requests", "test_two_nodes", "test_attach"),
+    *("test_store_kill", "test_pipeline_stages", "test_store_reader", "test_store_ingest", "test_devices"),
+    *("test_cuda_errors", "test_integrations", "test_parallel", "test_watch", "test_gpu_runs", "test_stalls"),
 )
 
 
@@ -104,13 +123,24 @@ def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.Complete
     return subprocess.CompletedProcess(argv, ended.value.code or 0, output.getvalue(), errors.getvalue())
 
 
+def begin(argv: list[str], *, env: Mapping[str, str], **options: bool) -> WarmChild | subprocess.Popen[bytes]:
+    """Begin a command in a warm Python, if it is a script."""
+    if argv[0] == PYTHON and argv[1].endswith(".py"):
+        return WARM_PYTHON.begin(*argv[1:], env=env)
+    return subprocess.Popen(argv, env=env, **options)
+
+
 @pytest.fixture
 def under_tidegauge(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a command line that starts a command, with the collector in this process; its output is that of both."""
+    """Run a command line that starts a command, with the collector in this process; its output is that of both.
+
+    A script begins in a warm Python.
+    """
 
     def run(home: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
         capfd.readouterr()
-        done = tidegauge(home, *words, **{"OMP_NUM_THREADS": "1", **environ})
+        with mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=begin)):
+            done = tidegauge(home, *words, **{"OMP_NUM_THREADS": "1", **environ})
         output, errors = capfd.readouterr()
         return subprocess.CompletedProcess(done.args, done.returncode, output + done.stdout, errors + done.stderr)
 

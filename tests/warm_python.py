@@ -8,6 +8,7 @@ The fork is to its script what a new interpreter would be: environment, director
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -24,6 +25,7 @@ from types import CodeType
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _MESSAGE_BYTES = 1 << 17
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 #: The program of the server; in a fork it goes on with the script, in the same `__main__`.
 _BEGIN = "from tests.warm_python import serve; exec(serve())"
 #: Modules that a training imports, the last two with its first optimizer.
@@ -45,9 +47,7 @@ class WarmPython:
         server = self._connect()
         server.settimeout(timeout)
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            request = json.dumps({"words": words, "env": dict(env), "folder": os.getcwd()})
-            socket.send_fds(server, [request.encode()], [output.fileno(), errors.fileno()])
-            pid = int(server.recv(_MESSAGE_BYTES))
+            pid = self._ask(words, env, output.fileno(), errors.fileno())
             try:
                 status = int(server.recv(_MESSAGE_BYTES))
             except TimeoutError:
@@ -58,6 +58,25 @@ class WarmPython:
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(words, status, output.read(), errors.read())
+
+    def begin(self, script: str, *arguments: str, env: Mapping[str, str]) -> WarmChild:
+        """Begin a script as a child of this process, with its output."""
+        server = self._connect()
+        server.settimeout(None)
+        _inherit_orphans(True)
+        try:
+            child = WarmChild(self._ask([script, *arguments], env, 1, 2, is_child=True))
+            server.recv(_MESSAGE_BYTES)  # the process between has ended
+        finally:
+            _inherit_orphans(False)
+        return child
+
+    def _ask(self, words: list[str], env: Mapping[str, str], *streams: int, is_child: bool = False) -> int:
+        """Ask for a script; return its pid."""
+        request = {"words": words, "env": dict(env), "folder": os.getcwd()}
+        server = self._connect()
+        socket.send_fds(server, [json.dumps([is_child, request]).encode()], streams)
+        return int(server.recv(_MESSAGE_BYTES))
 
     def _connect(self) -> socket.socket:
         if self._server is None:
@@ -70,6 +89,37 @@ class WarmPython:
             atexit.register(process.wait)
             atexit.register(self._server.close)  # called first; it ends the server
         return self._server
+
+
+class WarmChild:
+    """A script that has begun, as much of `subprocess.Popen` as its collector needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, None before the end."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for the end; return the exit status."""
+        return self._wait(0)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless the script has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _wait(self, options: int) -> int | None:
+        if self._status is None and (ended := os.waitpid(self.pid, options))[0]:
+            self._status = os.waitstatus_to_exitcode(ended[1])
+        return self._status
+
+
+def _inherit_orphans(inherits: bool) -> None:
+    """Set whether this process is the next parent of processes below it whose parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(inherits), 0, 0, 0)
 
 
 def serve() -> CodeType:
@@ -86,17 +136,22 @@ def serve() -> CodeType:
             message, descriptors, *_ = socket.recv_fds(tests, _MESSAGE_BYTES, 2)
             if not message:
                 sys.exit()
+            is_child, request = json.loads(message)
             pid = os.fork()
+            if pid == 0 and is_child and (pid := os.fork()):  # its parent ends, so the tests' process is its next
+                tests.send(str(pid).encode())
+                os._exit(0)
             if pid == 0:
                 break
             for descriptor in descriptors:
                 os.close(descriptor)
-            tests.send(str(pid).encode())
+            if not is_child:
+                tests.send(str(pid).encode())
             tests.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
     for place, descriptor in enumerate(descriptors, 1):
         os.dup2(descriptor, place)
         os.close(descriptor)
-    return _begin(**json.loads(message))
+    return _begin(**request)
 
 
 def _begin(words: list[str], env: dict[str, str], folder: str) -> CodeType:

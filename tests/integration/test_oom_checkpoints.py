@@ -11,6 +11,8 @@ from tests.cgroups import cgroup_or_skip
 from tests.conftest import REPOSITORY
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "near_limit.py"
+#: More samples than by default, in a shorter training.
+SAMPLED = ("--interval", "0.25")
 
 
 @pytest.fixture
@@ -25,7 +27,17 @@ def run_near_limit(tmp_path, memory_group):
 
     def run(case, steps, *options):
         checkpoint = tmp_path / "checkpoint.txt"
-        command = [sys.executable, "-P", "-m", "collector", "run", "--home", str(tmp_path / "home"), *options]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "collector",
+            "run",
+            "--home",
+            str(tmp_path / "home"),
+            *SAMPLED,
+            *options,
+        ]
         script = [sys.executable, str(SCRIPT), case, str(steps), str(checkpoint), str(memory_group)]
         done = subprocess.run([*command, "--", *script], capture_output=True, text=True, timeout=200, check=False)
         saved = (
@@ -64,6 +76,6 @@ def test_function_of_the_training_is_called_at_the_end_of_a_step(run_near_limit)
 
 
 def test_healthy_training_is_left_alone(run_near_limit):
-    done, saved, [run] = run_near_limit("plain-signal", 300, "--before-oom", "USR1", "--restart-on-oom", "1")
+    done, saved, [run] = run_near_limit("plain-signal", 120, "--before-oom", "USR1", "--restart-on-oom", "1")
     assert (done.returncode, saved) == (0, []), done.stderr
     assert events_of(run, "before-oom") == []

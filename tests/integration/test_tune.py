@@ -20,12 +20,13 @@ TUNE = [sys.executable, "-P", "-m", "collector", "tune"]
 
 
 def training(*options: object) -> list[str]:
+    """Return a training; for a prediction its rows take longer, since a busy machine wakes a sleeper late."""
     return [sys.executable, str(TRAIN), "--row-ms", "2", "--step-ms", "2", *map(str, options)]
 
 
 def test_ctrl_c_prints_finished_trials_and_their_predictions(tmp_path):
-    script = training("--num-workers", 1, "--rows", 100_000)
-    options = ["--home", str(tmp_path), "--trial-seconds", "2", "--ceiling"]
+    script = training("--num-workers", 1, "--rows", 100_000, "--row-ms", 5)
+    options = ["--home", str(tmp_path), "--trial-seconds", "3", "--ceiling"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     child = subprocess.Popen([*TUNE, *options, "--", *script], env=bare_environment(), **pipes)
     begun = (line for line in child.stderr if line.startswith("tidegauge: num_workers="))
@@ -115,8 +116,9 @@ def test_a_setting_of_the_script_that_does_not_fit_fails_and_fewer_workers_are_t
 
 
 def test_tune_prints_json_for_programs(tmp_path):
-    options = ("--trial-seconds", 10, "--trials", 1, "--format", "json")
-    done = tidegauge(tmp_path, "tune", *options, "--", *training("--num-workers", 1, "--rows", 100_000))
+    options = ("--trial-seconds", 8, "--trials", 1, "--format", "json")
+    script = training("--num-workers", 1, "--rows", 100_000, "--row-ms", 15)
+    done = tidegauge(tmp_path, "tune", *options, "--", *script)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["schema"] == 1

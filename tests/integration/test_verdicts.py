@@ -33,17 +33,15 @@ GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
         "copy-on-read-fixed": (*JOB, "fault", "copy-on-read", "--fixed", "--steps", "700"),
         "fd-leak-fixed": (*JOB, "fault", "fd-leak", "--fixed", "--steps", "600"),
         "shm-leak-fixed": (*JOB, "fault", "shm-leak", "--fixed", "--steps", "600"),
+        "two ranks": (
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+            *(str(REPOSITORY / "examples" / "plain_train.py"), "--steps", "200"),
+        ),
     },
     {  # separate from the healthy jobs: memory that these take is a risk to other jobs of the host
         "main-leak": (*JOB, "fault", "main-leak", "--steps", "900"),
         "fd-leak": (*JOB, "fault", "fd-leak", "--steps", "600"),
         "shm-leak": (*JOB, "fault", "shm-leak", "--steps", "600"),
-    },
-    {
-        "two ranks": (
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-            *(str(REPOSITORY / "examples" / "plain_train.py"), "--steps", "200"),
-        ),
     },
 )
 

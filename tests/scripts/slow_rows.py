@@ -1,10 +1,11 @@
-"""A training whose rows are read slowly in the training process, for some passes.
+"""A training whose batches are made slowly in the training process, for some passes.
 
     python slow_rows.py PASSES|set|worse|asked
 
-`set` ends five passes after the loader got workers. `worse` has workers that need much longer for a row than the
-training process, and ends when the loader has none again. `asked` ends once `training_harness.recommended` knows a
-setting. With a number of passes the rows are read at once, so that the losses are there soon.
+`set` ends five passes after the loader got workers. `worse` has workers that together are slower than the training
+process, however many they are, and ends when the loader has none again. `asked` ends once
+`training_harness.recommended` knows a setting. With a number of passes the batches are made at once, so
+that the losses are there soon.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import training_harness
 
 MODE = sys.argv[1]
 MOST_PASSES = int(MODE) if MODE.isdecimal() else 100
-ROW_SECONDS = 0.0 if MODE.isdecimal() else 0.005
+#: Long enough that a busy machine, which wakes a sleeper late, adds little.
+FETCH_SECONDS = 0.0 if MODE.isdecimal() else 0.08
+STEP_SECONDS = FETCH_SECONDS / 16
 
 
 class Rows(Dataset):
     def __len__(self):
-        return 160
+        return 48
 
-    def __getitem__(self, index):
-        is_slow = MODE == "worse" and get_worker_info() is not None
-        time.sleep(0.1 if is_slow else ROW_SECONDS)
-        return torch.full((8,), float(index)), float(index % 2)
+    def __getitems__(self, indices):
+        worker = get_worker_info()
+        time.sleep(FETCH_SECONDS * 1.3 * worker.num_workers if MODE == "worse" and worker else FETCH_SECONDS)
+        return [(torch.full((8,), float(index)), float(index % 2)) for index in indices]
 
 
 def main():
@@ -45,7 +48,7 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            time.sleep(ROW_SECONDS)
+            time.sleep(STEP_SECONDS)
             print(f"loss {loss.item():.17g}")
         passes_with_workers += loader.num_workers > 0
         if MODE == "worse" and passes_with_workers and not loader.num_workers:
