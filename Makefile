@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup demo docs test lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check release-check clean
+.PHONY: setup demo docs test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check release-check clean
 
 setup: $(STAMP)
 
@@ -52,9 +52,10 @@ docs: setup
 	$(BIN)/mkdocs build --quiet --clean
 	@echo "Open site/index.html"
 
-# mypy takes half a minute of one core the first time; it runs beside the tests, which also wait.
-test: lint layers browser prometheus postgres compiler
-	@$(MAKE) --no-print-directory -j2 types unit
+test: static browser prometheus postgres compiler unit
+
+static: setup
+	@$(MAKE) --no-print-directory -j2 -O lint types layers
 
 lint: setup
 	$(BIN)/ruff format --check .
