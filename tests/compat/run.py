@@ -10,6 +10,7 @@ did not run this time keeps the row of its newest run. Exit status 1: something 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -179,15 +180,17 @@ def write_page() -> None:
         "| program | what it runs | processes | exit status | losses | steps | batches | workers | findings |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    count, good = 0, 0
+    count, good, days = 0, 0, set[datetime.date]()
     for program in PROGRAMS:
         path = RESULTS / f"{program.name}.json"
         if path.exists():
             result = json.loads(path.read_text())
             rows.append(row(program, result, versions))
             count, good = count + 1, good + (not result["differences"])
+            days.add(datetime.date.fromtimestamp(path.stat().st_mtime))
     begin, rest = PAGE.read_text().split(BEGIN)
-    words = f"{good} of {count} programs: nothing differs. torch {versions['torch']}.\n\n"
+    span = " to ".join(dict.fromkeys(f"{day:%-d %B %Y}" for day in (min(days), max(days))))
+    words = f"{good} of {count} programs: nothing differs. {span}, torch {versions['torch']}.\n\n"
     PAGE.write_text(begin + BEGIN + words + "\n".join(rows) + "\n" + END + rest.split(END)[1])
 
 
