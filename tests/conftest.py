@@ -43,23 +43,9 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 #: would be idle at the end.
 LONGEST_FIRST = (
     *("test_foreign_code", "test_jobs", "test_tune", "test_shared_store", "test_auto_workers", "test_golden"),
-    *(
-        "test_pytest_plugin",
-        "test_get_started",
-        "test_hangs",
-        "test_fail_open",
-        "test_oom_checkpoints",
-        "test_states",
-    ),
-    *(
-        "test_missing_rank",
-        "test_ended_runs",
-        "test_kills",
-        "test_loaders",
-        "test_lines",
-        "test_matrix",
-        "test_views",
-    ),
+    *("test_pytest_plugin", "test_get_started", "test_hangs", "test_fail_open", "test_oom_checkpoints"),
+    *("test_states", "test_missing_rank", "test_ended_runs", "test_kills", "test_loaders", "test_lines"),
+    *("test_matrix", "test_views"),
     *("test_command_line", "test_rollups", "test_agent", "test_snapshot_requests", "test_two_nodes", "test_attach"),
     *("test_store_kill", "test_pipeline_stages", "test_store_reader", "test_store_ingest", "test_devices"),
     *("test_cuda_errors", "test_integrations", "test_parallel", "test_watch", "test_gpu_runs", "test_stalls"),

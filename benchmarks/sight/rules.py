@@ -19,6 +19,7 @@ from benchmarks.sight.tools import Tool
 _GROWS = r"leak|keeps? (taking|growing|filling|opening)|\bgrow|rising|creep|never (freed|closed)"
 _WAITS = r"(input|data|loader|loading|batch|workers?)\b.*(bound|slow|wait|straggler)|wait\w* .*(batch|data|input)"
 _MEMORY_CURVE = r"mem|rss"
+_GPU_CURVE = r"gpu.*(mem|alloc)|allocated|aten::(ones|empty): memory"
 _HELD_BY_TRAINING = r"^training process: .*program\.py|aten::(ones|empty): memory"
 _LOADER_ROW = r"DataLoader.*: time"
 #: A curve shows a fault if the mean of its last quarter is above that of its second by this share of the latter.
@@ -134,14 +135,14 @@ CUDA_FAULTS = {
         "GPU memory grows or leaks",
         (_GROWS, r"gpu|cuda|vram|tensors"),
         shows=_GROWS,
-        curve=r"gpu.*(mem|alloc)|allocated|aten::(ones|empty): memory",
+        curve=_GPU_CURVE,
     ),
     "cuda-oom": Fault(
         "CUDA out of memory",
         "what held the GPU's memory",
         (r"tensors?|allocator|cache|process|fragment", r"\bh(e|o)ld|\bkept|keeps?|grew|\bgrow"),
         shows=r"out of memory|\boom\b|ran out",
-        curve=r"gpu.*(mem|alloc)|allocated|aten::(ones|empty): memory",
+        curve=_GPU_CURVE,
     ),
 }
 

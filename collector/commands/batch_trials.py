@@ -15,7 +15,7 @@ from collector.commands.trials import Trials, change_text, show_trials
 from collector.diagnosis import RunTables
 from collector.diagnosis.tuning import BatchSizeRun, batch_size_run, line_through, micro_batch, next_size
 from collector.errors import one_line
-from collector.units import count, number, size
+from collector.units import count, counted, number, size
 from training_harness.layout import BATCH_TIMES
 
 #: A trial lasts about 20 batches, but at most 10 times the requested duration.
@@ -229,10 +229,9 @@ def _conclusion(search: Search, effective: int | None) -> list[str]:
         lines.append(f"Batches larger than {count(largest.batch_size)} may fit: {remedy}.")
     if split := _split(search, effective):
         batch_size, times = split
-        steps = "step" if times == 1 else "steps"
         lines.append(
-            f"For an effective batch of {count(effective)}: batch_size={count(batch_size)}, {count(times)} {steps} "
-            "accumulated."
+            f"For an effective batch of {count(effective)}: batch_size={count(batch_size)}, "
+            f"{counted(times, 'step')} accumulated."
         )
     return lines
 

@@ -172,7 +172,8 @@ def _trial(
     trials: Trials, title: str, loader: str | None, candidate: Candidate | None = None
 ) -> tuple[Row, TrialResult]:
     """Run a trial and report its progress; return its row, and its run for predictions."""
-    from collector.diagnosis.tuning import calibrate, held_memory, setting_of, used_by_others
+    from collector.diagnosis.loading import cores_of_other_programs
+    from collector.diagnosis.tuning import calibrate, held_memory, setting_of
 
     say(f"{title}, {trials.seconds:g} s of training")
     result = trials.once(f"tune-{title}", loader, trials.seconds)
@@ -191,7 +192,7 @@ def _trial(
         memory_bytes=None if loop is None else held_memory(loop).usual,
         failure=failure,
         fits=result.fits,
-        other_cores_count=math.nan if loop is None else used_by_others(loop),
+        other_cores_count=math.nan if loop is None else cores_of_other_programs(loop),
     )
     if not trials.signals:
         say(f"  {row.failure or _rate(row)}")

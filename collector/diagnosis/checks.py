@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -32,10 +31,11 @@ def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ..
     """Return every check on a run, with its result."""
     if lifecycle_of(tables).mains:  # growth of a helper leaves the training's own memory fine
         findings = [f for f in findings if (f.severity, f.locus.role) != ("info", "other")]
-    return tuple(_in_part(tables, _check(name, obstacle(tables), findings)) for name, obstacle in _CHECKS.items())
+    return tuple(_check(tables, name, findings) for name in _CHECKS)
 
 
-def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
+def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
+    obstacle = _CHECKS[name](tables)
     found = [finding for finding in findings if _leads_to(name, finding)]
     if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
@@ -45,16 +45,9 @@ def _check(name: str, obstacle: str, findings: Sequence[Finding]) -> Check:
         obstacle = _UNCLEAR
     elif suspects:
         obstacle = obstacle or "not known for each loader"
-    return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
-
-
-def _in_part(tables: RunTables, check: Check) -> Check:
-    """Add to a check that found nothing what it did not see."""
-    if check.name != "GPU memory" or check.status != "fine":
-        return check
-    if np.isfinite(floats(tables.stream("device"), "used_bytes")).any():
-        return check
-    return replace(check, reason="of PyTorch alone: NVML reports nothing")
+    if obstacle:
+        return Check(name=name, status="not judged", reason=obstacle)
+    return Check(name=name, status="fine", reason=_PARTS[name](tables) if name in _PARTS else "")
 
 
 def _leads_to(name: str, finding: Finding) -> bool:
@@ -106,6 +99,11 @@ def _devices(tables: RunTables) -> str:
     return _too_few(max((len(one.rows) for one in allocators(records)), default=0), MIN_POINTS, "steps")
 
 
+def _part_of_devices(tables: RunTables) -> str:
+    has_driver = np.isfinite(floats(tables.stream("device"), "used_bytes")).any()
+    return "" if has_driver else "of PyTorch alone: NVML reports nothing"
+
+
 def _loading(tables: RunTables) -> str:
     found = loops(tables)
     if not found:
@@ -131,3 +129,5 @@ _CHECKS: dict[str, Callable[[RunTables], str]] = {
     "ranks": _ranks,
     "records": lambda _: "",
 }
+#: Name of a check -> the part of its subject that it saw, if not all of it.
+_PARTS: dict[str, Callable[[RunTables], str]] = {"GPU memory": _part_of_devices}

@@ -30,7 +30,7 @@ from collector.findings import (
     finite,
 )
 from collector.report import labels, wording
-from collector.units import MISSING, after_steps, duration, is_known, number, percent, quantity, size
+from collector.units import MISSING, counted, duration, is_known, number, percent, quantity, size
 
 SCHEMA = 1
 #: Severity -> (symbol, colour); the word is always shown too.
@@ -306,7 +306,7 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
             pid=state["pid"],
         )
         batch = [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
-        activity = batch if state["step"] is None else [after_steps(state["step"] + 1).removeprefix("after ")]
+        activity = batch if state["step"] is None else [counted(state["step"] + 1, "step")]
         table.add_row(
             wording.locus(process).replace("training process", "training"),
             # Resident memory, where nothing else was read, counts shared pages in full.

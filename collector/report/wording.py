@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from collector.findings import AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
 from collector.report import labels
-from collector.units import MISSING, after_steps, duration, number, percent, quantity, size, until
+from collector.units import MISSING, after_steps, counted, duration, number, percent, quantity, size, until
 
 if TYPE_CHECKING:
     from collector.diagnosis import Check, ExitRecord, Slowdown
@@ -242,8 +242,7 @@ def _for_all(finding: Finding, *others: Finding) -> Finding:
     if not others:
         return finding
     is_shared = all(other.locus.loader == finding.locus.loader for other in others)
-    one, several = ("process", "processes") if is_shared else ("loader", "loaders")
-    also = f"The same holds for {len(others)} other {one if len(others) == 1 else several}."
+    also = f"The same holds for {counted(len(others), 'other process' if is_shared else 'other loader')}."
     return replace(finding, summary=f"{finding.summary} {also}")
 
 

@@ -90,9 +90,11 @@ class Workers:
     def _raised_before_their_main(self) -> Iterator[DeadWorker]:
         """Yield workers with an exception of their own, outside DataLoader's loop, that made their main raise."""
         for key, event in self.life.exceptions.items():
-            worker = self._worker_at(key[:2], None) if signal_raised(event) is None else None
-            effect = self.life.exceptions.get(worker.main) if worker is not None else None
-            if worker is not None and effect is not None and event["time_ns"] <= effect["time_ns"]:
+            worker = self._worker_at(key[:2], None)
+            if worker is None or signal_raised(event) is not None:
+                continue
+            effect = self.life.exceptions.get(worker.main)
+            if effect is not None and event["time_ns"] <= effect["time_ns"]:
                 yield worker
 
     def _had_finished(self, worker: DeadWorker) -> bool:

@@ -250,10 +250,12 @@ def _undelivered(
     life: Lifecycle, processes: Mapping[ProcessKey, Process], main: ProcessKey, silence: Mapping[str, Any]
 ) -> dict[ProcessKey, tuple[Process, Finding]]:
     """Return the worker that made the batch that a training process waits for while all workers are idle."""
-    slots, fetches = worker_slots(life.tables), life.tables.stream("fetch")
-    addresses = zip(fetches["host"], fetches["pid"], strict=True)
-    made = fetches[[slots.get(address, (None,))[0] == main for address in addresses]]
-    if main not in processes or processes[main].activity != WAITS_FOR_BATCH or made.empty:
+    if main not in processes or processes[main].activity != WAITS_FOR_BATCH:
+        return {}
+    pids = [pid for (_, pid), (owner, *_) in worker_slots(life.tables).items() if owner == main]
+    fetches = life.tables.stream("fetch")
+    made = fetches[(fetches["host"] == main[0]) & fetches["pid"].isin(pids)]
+    if made.empty:
         return {}
     epoch = made[["loader", "epoch"]].iloc[-1]
     made, had = (

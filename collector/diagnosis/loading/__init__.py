@@ -23,3 +23,4 @@ from collector.diagnosis.loading.worker_lanes import (
     lanes as lanes,
     waits_by_worker as waits_by_worker,
 )
+from collector.diagnosis.loading.worker_limit import cores_of_other_programs as cores_of_other_programs

@@ -167,10 +167,11 @@ def cores_are_free(tables: RunTables, host: str, begin_ns: float, end_ns: float)
     return bool(mean(busy) < CORES_FILLED * usable_cores(tables, host))
 
 
-def cores_of_other_programs(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
-    """Return the cores that programs outside the run used in a window, NaN if unknown."""
-    busy = mean(floats(between(host_samples(tables, host), begin_ns, end_ns), "busy_cores_count"))
-    return float(np.clip(busy - cores_used(tables, host, begin_ns, end_ns), 0, None))
+def cores_of_other_programs(loop: Loop) -> float:
+    """Return the cores that programs outside the run used while a loop ran, NaN if unknown."""
+    times, host = floats(loop.batches, "time_ns"), loop.main[0]
+    busy = mean(floats(between(host_samples(loop.tables, host), times[0], times[-1]), "busy_cores_count"))
+    return float(np.clip(busy - cores_used(loop.tables, host, times[0], times[-1]), 0, None))
 
 
 def cores_per_rank(tables: RunTables, host: str) -> float:

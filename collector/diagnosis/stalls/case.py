@@ -135,7 +135,7 @@ class EpochStarts:
     @property
     def batches_words(self) -> str:
         """The usual number of batches of an epoch in words, such as `50 batches`."""
-        return f"{counted(self.usual_batches, 'batch')}"
+        return counted(self.usual_batches, "batch")
 
     def facts(self, role: str) -> Facts:
         """Return the facts of a finding on these starts; its cause is in a process of this role."""

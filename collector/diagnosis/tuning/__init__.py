@@ -11,7 +11,6 @@ from collector.diagnosis.tuning.calibration import (
     Calibration as Calibration,
     calibrate as calibrate,
     setting_of as setting_of,
-    used_by_others as used_by_others,
 )
 from collector.diagnosis.tuning.loader_memory import held_memory as held_memory
 from collector.diagnosis.tuning.recommendation import settings_json as settings_json

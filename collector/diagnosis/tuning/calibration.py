@@ -12,11 +12,7 @@ import pandas as pd
 from collector.diagnosis.loading.core_waits import spent_ratio
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
-from collector.diagnosis.loading.worker_limit import (
-    cores_of_other_programs,
-    cores_per_rank,
-    worker_limit,
-)
+from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
 from collector.diagnosis.run.columns import SECOND_NS, between, floats, mean, peak, sampled
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.overheads import Overheads, assumed_overheads, overheads
@@ -85,16 +81,6 @@ def setting_of(loop: Loop) -> Setting:
     """Return the settings that a loop ran with."""
     return Setting(
         num_workers=loop.num_workers, prefetch_factor=max(loop.prefetch_factor, 1), in_order=loop.in_order
-    )
-
-
-def used_by_others(loop: Loop) -> float:
-    """Return the cores that programs outside the run used while the loop ran, NaN if unknown."""
-    times = floats(loop.batches, "time_ns")
-    return (
-        cores_of_other_programs(loop.tables, loop.main[0], float(times[0]), float(times[-1]))
-        if len(times)
-        else math.nan
     )
 
 

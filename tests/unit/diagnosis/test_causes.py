@@ -4,9 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, Script, finish, jittered, ns, sample_process, simulate, start_training
+from simulated_runs import MAIN, MIB, finish, jittered, ns, sample_process, simulate
 
-from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.verdict import diagnose
 from tests.recorded_runs import recorded
@@ -374,107 +373,6 @@ def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
     run = STEADY | {"service": jittered(0.005), "batches": 800}
     assert loading_findings(simulate(**run | {"consumer": noisy}))[0] == []
     assert loading_findings(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
-
-
-def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=200):
-    """Two ranks that meet in the backward pass; rank 1 takes longer by `late` in one phase.
-
-    Rank 1's allocator can flush the cache as often as a recorded run did; that of rank 0 never does.
-    """
-    flushes = recorded("caught-errors").streams["device_memory"]["alloc_retry_count"].to_numpy()
-    script, generator = Script(), np.random.default_rng(0)
-    base = {"data_wait_ns": 0.001, "forward_ns": 0.010, "optimizer_ns": 0.002, "other_ns": 0.001}
-    for rank in range(2):
-        key, now, rows = ("node", 100 + rank, 5000 + rank), 1001.0, []
-        start_training(script, key=key, rank=rank)
-        for step in range(steps):
-            own = {name: value * float(np.exp(generator.normal(0, 0.1))) for name, value in base.items()}
-            own[column] += late if rank else 0.0
-            backward = 0.020 + (late if waits and not rank else 0.0)
-            now += sum(own.values()) + backward
-            columns = {name: ns(value) for name, value in own.items()}
-            duration = sum(own.values()) + backward
-            rows.append(
-                {
-                    "time_ns": ns(now),
-                    "step": step,
-                    "duration_ns": ns(duration),
-                    "backward_ns": ns(backward),
-                    **columns,
-                }
-            )
-        script.add("step", rows, key, rank)
-        counts = flushes[np.arange(steps) * len(flushes) // steps] * (lacks_memory and rank)
-        script.add(
-            "device_memory",
-            [{"time_ns": row["time_ns"], "alloc_retry_count": n} for row, n in zip(rows, counts, strict=True)],
-            key,
-            rank,
-        )
-    return script
-
-
-@pytest.mark.parametrize(
-    ("column", "lacks_memory", "by"),
-    [("data_wait_ns", False, "data"), ("forward_ns", False, "compute"), ("forward_ns", True, "memory")],
-)
-def test_straggler_rank_is_named_with_its_reason(column, lacks_memory, by):
-    findings = find_rank_straggler(ranks(late=0.030, column=column, lacks_memory=lacks_memory).tables())
-    assert [(f.kind, f.severity, f.locus.rank, f.limited_by) for f in findings] == [
-        ("rank-straggler", "warning", 1, by)
-    ]
-    assert findings[0].value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("computing", "queued", "words", "advice"),
-    [
-        (0.9, 0.0, "it computes for 9", "Look at what rank 1 alone computes"),
-        (0.05, 0.8, "waits for a core for 80%", "Give rank 1 a core"),
-        (0.1, 0.1, "it neither computes nor waits for a core", "Look for what rank 1 alone waits for"),
-    ],
-)
-def test_advice_for_a_straggler_fits_what_it_does_in_that_time(computing, queued, words, advice):
-    """A step takes 0.064 s; rank 1 is late by 0.030 s of it."""
-    script = ranks(late=0.030, column="other_ns")
-    seconds = 1001.0 + np.arange(0.0, 12.0)
-    held = np.full(len(seconds), 300 * MIB)
-    for rank in range(2):
-        used = {"cpu_ns": 0.03 + computing * 0.030 * rank, "run_queue_ns": queued * 0.030 * rank}
-        clocks = {name: ns(value / 0.064) * (seconds - 1001.0) for name, value in used.items()}
-        key = ("node", 100 + rank, 5000 + rank)
-        sample_process(script, seconds, key, ROLE_MAIN, private=held, rss=held, rank=rank, **clocks)
-    (found,) = find_rank_straggler(script.tables())
-    assert words in found.summary
-    assert found.advice[0].text.startswith(advice)
-
-
-def test_straggler_on_gpus_is_found_from_device_and_host_times():
-    script = ranks(late=0.030, column="data_wait_ns")
-    for part in script.parts["step"]:
-        device = part.drop(columns=["data_wait_ns", "h2d_ns"])
-        device["other_ns"] += part["data_wait_ns"]
-        script.parts.setdefault("device_time", []).append(device)
-    script.parts["step"] = [part.assign(backward_ns=ns(0.002)) for part in script.parts["step"]]
-    found = find_rank_straggler(script.tables())
-    assert [(f.locus.rank, f.limited_by) for f in found] == [(1, "data")]
-
-
-def test_rank_that_became_late_costs_only_the_steps_since():
-    """Rank 1 is late in the last 1,000 of 3,000 steps; only GPUs have an allocator whose cache is flushed."""
-    script = ranks(late=0.0, steps=3000)
-    del script.parts["device_memory"]
-    for part, column in zip(script.parts["step"], ("backward_ns", "forward_ns"), strict=True):
-        part.loc[part["step"] >= 2000, [column, "duration_ns"]] += ns(0.030)
-    [found] = find_rank_straggler(script.tables())
-    assert found.value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
-    assert found.value_of("lost_seconds") == pytest.approx(30, rel=0.05)
-    assert (found.since_step, found.value_of("alloc_retry_count")) == (None, None)
-
-
-def test_ranks_that_make_no_other_wait_are_no_stragglers():
-    assert find_rank_straggler(ranks(late=0.0).tables()) == []
-    assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []
 
 
 def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others():

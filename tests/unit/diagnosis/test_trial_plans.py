@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated_runs import MAIN, jittered, ns, sample_process, simulate
 
-from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.loading import cores_of_other_programs, loops
 from collector.diagnosis.tuning import (
     Candidate,
     Option,
@@ -15,7 +15,6 @@ from collector.diagnosis.tuning import (
     Setting,
     nearby_settings,
     plan_trials,
-    used_by_others,
 )
 from training_harness.records import ROLE_MAIN
 
@@ -24,13 +23,13 @@ def test_cores_of_other_programs_are_those_that_were_busy_beside_the_run():
     pace = {"service": jittered(0.02), "consumer": jittered(0.02)}
     script = simulate(workers=2, prefetch=2, batches=300, cores=4.0, **pace)
     (loop,) = loops(script.tables())
-    assert math.isnan(used_by_others(loop)), "the host was not sampled"
+    assert math.isnan(cores_of_other_programs(loop)), "the host was not sampled"
     seconds = 1000 + np.arange(12.0)
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), cpu_ns=0.5e9 * seconds)
     busy = {"usable_cores_count": 4.0, "busy_cores_count": 1.75}
     script.add("host", [{"time_ns": ns(second), **busy} for second in seconds], ("node", 90, 4900))
     (loop,) = loops(script.tables())
-    assert used_by_others(loop) == pytest.approx(1.25)
+    assert cores_of_other_programs(loop) == pytest.approx(1.25)
 
 
 def setting(workers, prefetch=2):

@@ -139,9 +139,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
                 fetching.add(thread)
                 if begun_ns >= state.meter_at_ns:
                     meter = hook.begin_metering(state)
-                    begun_ns = (
-                        meter.begun_ns
-                    )  # the kernel takes a core away at the meter's readings: that is no wait
+                    begun_ns = meter.begun_ns  # the kernel may take the core away at its readings: that is no wait
         except Exception as error:
             hook.fail(error)
         try:
