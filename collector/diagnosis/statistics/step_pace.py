@@ -16,6 +16,8 @@ _PARTS_COUNT = 4
 _CONFIDENCE = 0.975
 #: Largest error of a pace, as the logarithm of its factor.
 _MAX_LOG_ERROR = 3.0
+#: Its smallest standard deviation: a processor's clock alone changes by as much from one minute to the next.
+_LEAST_LOG_ERROR = 0.01
 #: Share of the futures in which a changing pace goes on changing.
 _CHANGING_RATIO = 2 / 3
 #: Longest time for which it does, as a multiple of the time observed.
@@ -84,6 +86,7 @@ class StepPace:
             changing_ratio = 1 / (len(steady) + 1)
         is_changing = generator.random(FUTURES_COUNT) < changing_ratio
         means = np.where(is_changing, changing, generator.choice(steady, size=FUTURES_COUNT))
-        log_errors = error / overall * generator.standard_t(freedom, size=FUTURES_COUNT)
+        log_error = np.hypot(error / overall, _LEAST_LOG_ERROR)
+        log_errors = log_error * generator.standard_t(freedom, size=FUTURES_COUNT)
         paces: Floats = means * np.exp(np.clip(log_errors, -_MAX_LOG_ERROR, _MAX_LOG_ERROR))
         return paces
