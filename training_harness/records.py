@@ -100,22 +100,27 @@ STEP = _stream(
         "data_wait_ns",
         "q",
         "ns",
-        "time in the DataLoader's `__iter__` and `__next__`; missing without a DataLoader",
+        "time in the DataLoader's `__iter__` and `__next__`; missing where the training's thread iterates none",
     ),
     Column("h2d_ns", "q", "ns", "host time in host to device copies"),
     Column(
         "forward_ns",
         "q",
         "ns",
-        "host time from a batch's arrival to the backward pass, without copies; without a DataLoader, in the "
-        "top-level module's call",
+        "host time from a batch's arrival to the backward pass, without copies; where `data_wait_ns` is missing, "
+        "in the top-level module's call",
     ),
     Column("backward_ns", "q", "ns", "host time in the backward pass"),
     Column("optimizer_ns", "q", "ns", "host time inside `Optimizer.step`"),
     Column("other_ns", "q", "ns", "the rest of the step"),
-    Column("outside_cpu_ns", "q", "ns", "CPU time of the thread in `other_ns`, without a DataLoader"),
+    Column("outside_cpu_ns", "q", "ns", "CPU time of the thread in `other_ns`, where `data_wait_ns` is missing"),
     Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
-    Column("passes_count", "i", "count", "calls of the top-level module within the step; without a DataLoader"),
+    Column(
+        "passes_count",
+        "i",
+        "count",
+        "calls of the top-level module within the step, where `data_wait_ns` is missing",
+    ),
     _SAMPLES,
     Column(
         "unit", "b", "enum", "what ended the step: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"

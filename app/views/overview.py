@@ -188,11 +188,13 @@ def _data_wait(moment: Moment) -> Metric:
 
     Without a DataLoader, show the share of time outside the step instead.
     """
-    summary = moment.verdict.summary if moment.verdict else None
-    outside, ratio = (summary["outside_step"], summary["data_wait_ratio"]) if summary else (None, None)
-    if ratio is None and outside is not None:
+    verdict = moment.verdict
+    outside = verdict.summary["outside_step"] if verdict else None
+    ratio = verdict.summary["data_wait_ratio"] if verdict else None
+    if verdict and ratio is None and outside is not None:
         computing = "" if outside["cpu_ratio"] is None else f", {percent(outside['cpu_ratio'])} of it computing"
-        words = f"Share of step time outside forward, backward and optimizer{computing}; no DataLoader was seen"
+        why = "a thread of its own loads ahead" if verdict.batches else "no DataLoader was seen"
+        words = f"Share of step time outside forward, backward and optimizer{computing}; {why}"
         return Metric("Outside the step", percent(outside["ratio"]), words)
     words = "Share of its time that training waits for the next batch, over the whole run"
     return Metric("Data wait", percent(ratio), words)

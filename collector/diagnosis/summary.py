@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.deaths.last_minute import earlier_workers, last_states, to_records
-from collector.diagnosis.loading.loaders import loads_ahead, loops
+from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
@@ -169,7 +169,7 @@ def data_wait_ratio(tables: RunTables) -> float | None:
     None without a DataLoader, since Tidegauge does not see how such a loop gets its data, and where a thread loads
     ahead, since the time that the training waits for that thread is not recorded.
     """
-    if tables.stream("batch").empty or any(loads_ahead(loop) for loop in loops(tables)):
+    if tables.stream("batch").empty or any(loop.waits != "recorded" for loop in loops(tables)):
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
@@ -182,15 +182,17 @@ def data_wait_ratio(tables: RunTables) -> float | None:
 
 
 def outside_step(tables: RunTables) -> OutsideStep | None:
-    """Return the host's time outside forward, backward and optimizer in loops without a DataLoader, if any.
+    """Return the host's time outside forward, backward and optimizer where the training iterates no DataLoader.
 
-    This time contains the loop's own loading, its logging and everything else. The result has its mean in seconds
-    per step, its share of the steps' time, and the share of it that the thread spent on the CPU.
+    This time contains the loop's own loading, the wait for a thread that loads ahead, logging and the rest. The
+    result has its mean in seconds per step, its share of the steps' time, and the share of it that the training's
+    thread spent on the CPU.
     """
     step = tables.stream("step")
-    without_loader = floats(step, "batches_count") == 0
-    without_loader &= np.isfinite(floats(step, "forward_ns")) & np.isfinite(floats(step, "duration_ns"))
-    rows = step[without_loader & ~np.isfinite(floats(step, "data_wait_ns"))]
+    is_timed = np.isfinite(floats(step, "forward_ns")) & np.isfinite(floats(step, "duration_ns"))
+    waits = np.isfinite(floats(step, "data_wait_ns"))
+    has_loader = step.assign(waits=waits).groupby(WRITER)["waits"].transform("any").to_numpy(dtype=bool)
+    rows = step[is_timed & ~waits & (~has_loader | (floats(step, "batches_count") == 0))]
     outside, cpu = floats(rows, "other_ns"), floats(rows, "outside_cpu_ns")
     steps_ns = float(floats(rows, "duration_ns").sum())
     if steps_ns <= 0:

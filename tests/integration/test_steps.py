@@ -115,3 +115,71 @@ def test_end_of_the_workers_of_an_epoch_is_a_wait_for_data(run_attached, tmp_pat
     step = run.table("step")
     assert (took_ns[:2] >= 200 * MS).all()
     assert (step.data_wait_ns[[2, 4]].to_numpy() >= took_ns[:2].to_numpy()).all()
+
+
+THREADS = """
+import queue, sys, threading, time
+import torch
+from torch.utils.data import DataLoader
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(4)
+
+def ahead():
+    batches = queue.Queue(2)
+
+    def load():
+        for batch in DataLoader(Slow(), batch_size=4):
+            batches.put(batch)
+        batches.put(None)
+
+    threading.Thread(target=load).start()
+    return iter(batches.get, None)
+
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for batch in DataLoader(Slow(), batch_size=4) if "own" in sys.argv else ahead():
+            model(batch).sum().backward()
+            optimizer.step()
+        for batch in DataLoader(torch.ones(8, 4), batch_size=4):
+            model(batch)
+
+if "own" in sys.argv:
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    trainer.join()
+else:
+    train()
+"""
+
+
+def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_attached, tmp_path):
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS)
+    run = run_attached(script)
+    assert run.done.returncode == 0, run.done.stderr
+    step = run.table("step")
+    assert len(step) == 20
+    assert step.data_wait_ns.isna().all(), (
+        "the thread's waits are not the training's, before a validation and after"
+    )
+    assert (step.forward_ns[3:] < 20 * MS).all()
+    assert step.other_ns[3:].median() >= 30 * MS
+    assert step.batches_count.sum() in (22, 24)
+
+
+def test_a_training_in_a_thread_of_its_own_waits_for_its_own_loader(run_attached, tmp_path):
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS)
+    run = run_attached(script, "own")
+    assert run.done.returncode == 0, run.done.stderr
+    step = run.table("step")
+    assert len(step) == 20
+    assert (step.data_wait_ns[1:] >= 40 * MS).all()

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.child_processes import with_living_children
+from collector.diagnosis.loading.loading_ahead import Waits, with_waits_of_training
 from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, once, writer_of
@@ -26,14 +27,16 @@ LoaderKey: TypeAlias = tuple[ProcessKey, int | None]
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
 #: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
-#: Share of a loop's waits that the steps of its process contain at least, if the thread that steps iterates it.
-_SHARE_IN_STEPS = 0.5
 _MOST_EPOCHS = 1e6  # more than one loader ever makes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """One DataLoader in one training process, with its records in order of time, and the tables of its run."""
+    """One DataLoader in one training process, with its records in order of time, and the tables of its run.
+
+    Attributes:
+        waits: how the training's waits for the batches are known.
+    """
 
     tables: RunTables = field(repr=False)
     main: ProcessKey
@@ -45,6 +48,7 @@ class Loop:
     start_method: str | None
     batches: pd.DataFrame
     fetches: pd.DataFrame
+    waits: Waits
 
     @property
     def setting(self) -> Mapping[str, Any]:
@@ -182,22 +186,6 @@ def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.Data
     return rows.assign(loader=joined, epoch=floats(rows, "epoch") + _MOST_EPOCHS * loader)
 
 
-def loads_ahead(loop: Loop) -> bool:
-    """Return whether another thread than the one that steps the optimizer iterates a loop.
-
-    The waits of a loop are part of the steps of its own thread. Those of a thread that loads ahead, and hands the
-    batches over in a queue of its own, are not.
-    """
-    steps = written(loop.tables, "step", loop.main)
-    ends, waits = floats(steps, "time_ns"), floats(steps, "data_wait_ns")
-    if not np.isfinite(waits[1:]).any():
-        return False
-    times = floats(loop.batches, "time_ns")
-    in_steps = (times > ends[0]) & (times <= ends[-1])
-    loop_ns = float(np.nansum(floats(loop.batches, "wait_ns")[in_steps]))
-    return float(np.nansum(waits[1:][ends[1:] > times[0]])) < _SHARE_IN_STEPS * loop_ns
-
-
 class Epoch(NamedTuple):
     """The start of an epoch: its event, its training process and loader, and its workers by number."""
 
@@ -253,6 +241,7 @@ def _loop(
     workers = whole(setting.get("num_workers"))
     if workers is None:
         workers = max(0, int(np.nanmax(floats(batches, "worker"), initial=INLINE_WORKER)) + 1)
+    waits, batches = with_waits_of_training(batches, written(tables, "step", key))
     return Loop(
         tables=tables,
         main=key,
@@ -264,6 +253,7 @@ def _loop(
         start_method=setting.get("start_method"),
         batches=batches,
         fetches=fetches,
+        waits=waits,
     )
 
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from collector.diagnosis.loading.core_waits import core_waits
-from collector.diagnosis.loading.loaders import Loop, loads_ahead, loops
+from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
@@ -44,6 +44,10 @@ _MAIN_CAUSE = 0.5  # share of the waits, or of a fetch, that makes a cause the m
 _SLOW_GAIN = 0.5  # share of the waits that must go if the slow worker were like the others
 _REGIME_RATIO = 1.5  # of fetch times in the first epoch and since, beyond the error
 _LEAST_TAIL_WAIT = 0.5  # share of the starving that the slow batches must cause
+_WAITS_FOR_THREAD = (
+    " A thread of its own iterates the loader ahead of the training. So the wait is an upper bound: the time "
+    "outside the step in which the training computes nothing."
+)
 _MIN_STARTS = 2  # epochs that show that starts recur; each start is measured, a refill only inferred
 
 
@@ -61,8 +65,9 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         at_epochs = _epoch_costs(whole_loop, None if missing else steady)
         if steady is not None and not missing:
             healthy = all(finding.severity == "info" for finding in at_epochs)
+            whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
             findings += [
-                dataclasses.replace(finding, summary=f"{finding.summary}{change}")
+                dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}")
                 for finding in _judge(LoadingCase.of(loop, steady), healthy=healthy)
             ]
         elif not at_epochs:
@@ -115,7 +120,7 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
         if is_transfer:
             return [*contention, catalogue.slow_transfer(case)]
         return contention or [catalogue.compute_bound(case)]
-    if loads_ahead(case.loop):
+    if case.loop.waits == "unknown":
         missing = (
             "a thread of the training process iterates it ahead of the thread that trains, and the time that the "
             "training waits for that thread is not recorded"

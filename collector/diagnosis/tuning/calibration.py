@@ -69,6 +69,10 @@ class Calibration:
 
 def calibrate(loop: Loop) -> Calibration | str:
     """Calibrate the replay on the recent stretch of a loop, or return what is missing for it, in words."""
+    if loop.waits != "recorded":
+        return (
+            "a thread of its own loads ahead, so the time that the training itself takes for a batch is not known"
+        )
     rows, recurs = _stretch(loop)
     if len(rows) < _MIN_BATCHES:
         return f"it needs {_MIN_BATCHES} recorded batches, this run has {len(rows)}"

@@ -11,7 +11,6 @@ from typing import TypedDict
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import loads_ahead
 from collector.diagnosis.loading.wait_breakdown import WaitBreakdown, wait_breakdowns
 from collector.diagnosis.run.columns import SECOND_NS
 from collector.diagnosis.run.tables import RunTables
@@ -96,9 +95,9 @@ def speed_ups(breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
 def wait_summaries(tables: RunTables) -> list[WaitSummary]:
     """Return the waits of each loop in plain values, the loop that waited longest first.
 
-    Loops that a thread of their own iterates are left out: that thread waits, not the training.
+    Loops whose waits are not known are left out.
     """
-    breakdowns = [one for one in wait_breakdowns(tables) if not loads_ahead(one.loop)]
+    breakdowns = [one for one in wait_breakdowns(tables) if one.loop.waits != "unknown"]
     breakdowns.sort(key=lambda breakdown: -breakdown.wait_seconds)
     return [summarize_waits(breakdown) for breakdown in breakdowns]
 

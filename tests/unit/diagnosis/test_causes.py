@@ -234,17 +234,45 @@ def test_workers_still_busy_with_an_epoch_that_was_left_are_no_slow_sampler():
     assert "sampler-bound" not in loading_findings(script)[1]
 
 
+def _loaded_by_thread(script, computed_ratio=1.0):
+    """Have a thread spend all its time in `next()`: the training waits for it outside the step."""
+    for part in script.parts["batch"]:
+        part["wait_ns"] = part["blocked_ns"] = part["time_ns"].diff().fillna(part["wait_ns"])
+    for part in script.parts["step"]:
+        work = part["other_ns"].copy()
+        part["other_ns"] += part["data_wait_ns"]
+        part["forward_ns"], part["outside_cpu_ns"] = 0.0, work * computed_ratio
+        part["batches_count"], part["data_wait_ns"] = 1, np.nan
+    return finish(script)
+
+
 @pytest.mark.parametrize(("workers", "fetch"), [(0, 0.03), (2, 0.1)])
-def test_waits_of_a_thread_that_loads_ahead_are_not_taken_for_the_trainings(workers, fetch):
-    run = {
-        "workers": workers,
-        "prefetch": 2,
-        "service": jittered(fetch),
-        "consumer": jittered(0.02),
-        "batches": 300,
-    }
+def test_waits_for_a_thread_that_loads_ahead_have_their_cause(workers, fetch):
+    run = STEADY | {"workers": workers, "service": jittered(fetch), "consumer": jittered(0.02), "batches": 300}
     (found,) = find_stalls(simulate(**run).tables())
     assert (found.kind, found.severity) == ("workers-too-slow" if workers else "inline-loading", "warning")
+    verdict = diagnose(_loaded_by_thread(simulate(**run)).tables())
+    (ahead,) = (finding for finding in verdict.findings if finding.locus.loader == 0)
+    assert (ahead.kind, ahead.severity) == (found.kind, found.severity)
+    assert 0.3 < ahead.value_of("starved_ratio") <= found.value_of("starved_ratio")
+    assert "the wait is an upper bound" in ahead.summary
+    assert any("no prediction yet" in advice.expected for advice in ahead.advice)
+    assert verdict.summary["data_wait_ratio"] is None, "that of the thread is not the training's"
+    assert verdict.summary["outside_step"]["cpu_ratio"] < 0.7
+
+
+def test_a_training_with_batches_in_store_does_not_wait_for_the_thread_that_loads_ahead():
+    run = STEADY | {"workers": 0, "service": jittered(0.03), "consumer": jittered(0.001), "batches": 300}
+    script = _loaded_by_thread(simulate(**run), computed_ratio=0.0)  # it waits for the GPU, say
+    for part in script.parts["step"]:  # three times as long as the batches take
+        begin = part["time_ns"].iloc[0]
+        part["time_ns"] = begin + 3 * (part["time_ns"] - begin)
+        part["other_ns"] *= 3
+    assert [finding.kind for finding in find_stalls(script.tables())] == ["compute-bound"]
+
+
+def test_waits_for_a_thread_are_not_told_where_the_training_computing_is_unknown():
+    run = STEADY | {"workers": 0, "service": jittered(0.03), "consumer": jittered(0.02), "batches": 300}
     script = simulate(**run)
     for part in script.parts["step"]:
         part["data_wait_ns"] = 0

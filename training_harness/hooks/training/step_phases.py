@@ -4,8 +4,9 @@ The hooks follow the thread that trains from mark to mark: an epoch or a batch i
 backward pass begins and ends, the optimizer begins and ends. The time between two marks belongs to the phase that
 the later one ends.
 So *forward* is the time between a batch and the backward pass, and a loop that never goes backward has none.
-In a process without a DataLoader the top-level module's own call is the forward pass, and *other* is the host's
-time outside forward, backward and optimizer: the loop's own loading, logging and the like.
+Where the thread that trains iterates no DataLoader, the top-level module's own call is the forward pass, and
+*other* is the host's time outside forward, backward and optimizer: the loop's own loading, the wait for a thread
+that loads ahead, logging and the like.
 These are times of the host: on a GPU the work itself may run later (`DeviceTimes`).
 """
 
@@ -58,8 +59,8 @@ class Progress:
         step: number of the step, from 0.
         ended_by: what ends the step. Without an optimizer batches do, without a DataLoader the top-level module's
             calls, and the script alone once it has called `step()`.
-        sees_batches: whether a DataLoader of this process was iterated.
-        on_first_loader: callback for the first iteration of a DataLoader.
+        sees_batches: whether the thread that trains iterated a DataLoader.
+        on_first_loader: callback for its first iteration of one.
         sees_passes: whether the top-level module's calls are counted.
         thread: id of the thread that steps the optimizer, 0 before it has.
         uses_device: whether an accelerator is initialised, so that there are gauges to read; checked now and then.
@@ -90,6 +91,8 @@ class Progress:
         self.calls.clear()
         self.step = 0
         self.sees_batches = self.sees_passes = self.reads_cpu = False
+        self._loading_threads: set[int] = set()
+        self._training_threads: set[int] = set()
         self._pass_thread = 0
         self.ended_by = NOTHING
         self.thread = 0
@@ -135,24 +138,37 @@ class Progress:
         """Count a batch that arrived."""
         self._batches += 1
         self._samples += samples
-        if self.thread in (0, thread):
-            self.mark(WAIT, now_ns)
+        if self.thread not in (0, thread):
+            self._loading_threads.add(thread)
+            return
+        if not self.sees_batches and thread == self.thread:
+            self._see_batches()
+        self.mark(WAIT if self.sees_batches else OTHER, now_ns)
 
     def count_wait(self, begun_ns: int, now_ns: int, thread: int) -> None:
         """Count the making of an epoch's iterator by a thread, or the end of its workers, as a wait for data."""
         self.calls.run()
         self.on_batch_request(max(begun_ns, self._mark_ns), thread)
         if self.thread in (0, thread):
-            self.mark(WAIT, max(now_ns, self._mark_ns))
+            self.mark(WAIT if self.sees_batches else OTHER, max(now_ns, self._mark_ns))
 
     def follow_batches(self, *, has_optimizer: bool) -> None:
-        """Let batches end the steps of a process in which no optimizer was ever made."""
+        """Let batches end the steps of a process in which no optimizer was ever made.
+
+        Before the first step the main thread is taken for the one that trains. Another one may load ahead for it.
+        """
         self.calls.run()
-        if not self.sees_batches:
-            self.sees_batches, self.sees_passes = True, False
-            self.on_first_loader()
+        trains = threading.get_ident() == (self.thread or threading.main_thread().ident)
+        if trains or not has_optimizer:
+            self._see_batches()
         if self.ended_by <= UNIT_BATCH:
             self.end_steps_by(NOTHING if has_optimizer else UNIT_BATCH)
+
+    def _see_batches(self) -> None:
+        """Follow the batches of the training from now on, unless it takes them from a thread that only loads."""
+        if not self.sees_batches and self._loading_threads <= self._training_threads:
+            self.sees_batches, self.sees_passes = True, False
+            self.on_first_loader()
 
     def follow_passes(self, current: session.Session, *, has_optimizer: bool, passes: int) -> None:
         """Note the top-level module's calls (`passes` so far); they end the steps if no optimizer was made."""
@@ -207,6 +223,12 @@ class Progress:
         if self.thread in (0, thread):
             self.mark(FORWARD, now_ns, cpu_ns if thread == self._pass_thread else UNREAD)
         self._passes += 1
+
+    def on_optimizer(self, thread: int) -> None:
+        """Note the thread that trains: it is about to step an optimizer."""
+        if thread != self.thread:
+            self.thread = thread
+            self._training_threads.add(thread)
 
     def on_backward(self, now_ns: int, cpu_ns: int) -> None:
         """End the forward pass, or the time after it where the module's own call was seen."""

@@ -73,7 +73,7 @@ class StepHook(Hook):
         current, progress = session.active, self._progress
         if current is None:
             return
-        progress.thread = thread
+        progress.on_optimizer(thread)
         self._optimizers.see(optimizer)
         if progress.ended_by != UNIT_SCRIPT and (self._leader is optimizer or self._take_lead(optimizer)):
             progress.end_steps_by(UNIT_OPTIMIZER)
