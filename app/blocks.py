@@ -17,7 +17,7 @@ from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import KINDS, Evidence, Finding
-from collector.units import MISSING, number
+from collector.units import MISSING, counted, number
 
 #: severity -> (icon, badge colour). A colour never stands alone.
 _SEVERITY = {
@@ -220,7 +220,7 @@ def answer(findings: Sequence[Finding], nothing: str) -> str:
     urgent = needs_attention(findings)
     if not urgent:
         return nothing
-    others = "" if len(urgent) == 1 else f" And {len(urgent) - 1} more, below."
+    others = "" if len(urgent) == 1 else f" {counted(len(urgent) - 1, 'more finding')} below."
     return f"{urgent[0].summary}{others}"
 
 

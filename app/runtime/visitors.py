@@ -79,7 +79,7 @@ def runs_or_reason(home: Path) -> list[Run]:
         runs = list_runs(home)
     except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
         why = f"Cannot read the runs in {home}: {first_line(error)}."
-        st.error(plain(f"{why} Mend it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
+        st.error(plain(f"{why} Fix it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
         st.code("tidegauge doctor", language="bash")
         return []
     if not runs:

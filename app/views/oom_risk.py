@@ -187,12 +187,12 @@ def _row(limit: _Limit) -> dict[str, str]:
     words = number if limit.is_count else size
     return {
         "Limit": limit.name,
-        "Capacity": words(limit.capacity),
-        "Last": words(limit.last),
-        "Peak": words(limit.peak),
-        "Peak of capacity": percent(limit.peak_ratio),
-        "Headroom at peak": words(limit.capacity - limit.peak),
+        "Share at peak": percent(limit.peak_ratio),
         "Limit met": limit.met,
+        "Capacity": words(limit.capacity),
+        "Peak": words(limit.peak),
+        "Headroom at peak": words(limit.capacity - limit.peak),
+        "Last": words(limit.last),
     }
 
 

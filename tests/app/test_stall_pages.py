@@ -131,7 +131,7 @@ def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch
     at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
     assert "Until then, set num" in texts(at)
     assert (
-        "No prediction for other settings: the replay takes workers for equally fast, and worker 1 is slower."
+        "No prediction for other settings: the replay assumes equally fast workers, and worker 1 is slower."
         in texts(at)
     )
     assert not at.slider

@@ -119,7 +119,7 @@ def _charts():
         ("stages", ("share of time (%)", "worker (id)")),
         ("causes", ("share of time (%)", "worker (id)")),
         ("heat", ("elapsed (s)", "worker (id)")),
-        ("lanes", ("time in the window (ms)", "")),
+        ("lanes", ("time (ms)", "")),
         ("waits by worker", ("worker (id)", "wait (ms)")),
         ("costs", ("time per batch (ms)", "")),
         ("exposed", ("waited for (s)", "")),

@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,21 @@ def test_an_end_is_also_on_the_page_that_would_call_its_subject_fine(kind, path)
 
     assert evidence_page(end).path == "post-mortem"
     assert [one.path for one in PAGES if has_finding(one, end)].count(path) == 1
+
+
+def test_leak_timeline_begins_with_the_leak_even_if_the_run_died_of_it():
+    evidence = measurements(1, "run", first_count=1, second_count=1)
+    end, leak = (
+        Finding(kind=kind, severity=severity, confidence=1.0, summary="", evidence=evidence)
+        for kind, severity in (("host-oom-kill", "critical"), ("main-heap-leak", "warning"))
+    )
+    verdict = SimpleNamespace(findings=(end, leak))
+    kinds = {
+        page: [finding.kind for finding in importlib.import_module(f"app.views.{page}").VIEW.findings_of(verdict)]
+        for page in ("overview", "leak_timeline")
+    }
+    assert kinds["overview"] == ["host-oom-kill", "main-heap-leak"]
+    assert kinds["leak_timeline"] == ["main-heap-leak", "host-oom-kill"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
