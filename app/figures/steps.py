@@ -173,7 +173,7 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
         style = {"dash": DASHES[number % len(DASHES)]}
         figure.add_trace(sample_line(name, total, theme.series[number], unit, scale=scale, line=style))
     peaks = "; ".join(
-        f"{name}: peak {size(total['value'].max())} of {len(total):,} moments" for name, total in runs.items()
+        f"{name}: peak {size(total['value'].max())} (n = {len(total):,})" for name, total in runs.items()
     )
     return Chart(
         title="Does it take less host memory?",

@@ -245,7 +245,7 @@ def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     if of_loop[0].kind == "cannot-tell":
         return ", and the cause is not known: the reason is below"
     if of_loop[0].kind == "compute-bound":  # a finding about the whole run
-        return f"; over the whole run its batches were made in time: see {report.title(of_loop[0])} below"
+        return f", but over the whole run its batches were made in time: see {report.title(of_loop[0])} below"
     return f": see {report.title(of_loop[0])} below"
 
 

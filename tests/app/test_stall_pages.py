@@ -82,7 +82,7 @@ def test_headline_refers_to_the_finding_below():
         limited_by="oversubscribed",
     )
     headline = headline_of(recent_of(), crowded)
-    assert "over the last 200 batches; over the whole run its batches were made in time" in headline
+    assert "over the last 200 batches, but over the whole run its batches were made in time" in headline
     assert headline.endswith("see compute-bound (oversubscribed) below.")
     assert "keeps up" not in headline
     assert headline_of(recent_of(), info("epoch-refill", "?")).endswith(
