@@ -200,9 +200,9 @@ def _has_trained(verdict: Verdict) -> bool:
 
 
 def _failed_early(verdict: Verdict) -> bool:
-    """Return whether the command failed before it trained, and nothing was found but that."""
-    is_calm = all(finding.severity == "info" for finding in verdict.findings)
-    return verdict.ending is not None and bool(verdict.findings) and is_calm and not _has_trained(verdict)
+    """Return whether the command failed before it trained, and nothing was found but that or its exception."""
+    is_plain = all(finding.severity == "info" or finding.kind == "crashed" for finding in verdict.findings)
+    return verdict.ending is not None and bool(verdict.findings) and is_plain and not _has_trained(verdict)
 
 
 def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:

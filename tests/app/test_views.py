@@ -233,7 +233,7 @@ def test_gpu_memory_page_shows_account_segments_and_allocation_sites(monkeypatch
     assert trace_names(segments) == ["free", "in use"]
     account, sites = (table.value for table in at.dataframe)
     at_peak = account.iloc[0]
-    assert at_peak[["GPU", "Allocated", "Total", "Of capacity"]].tolist() == [
+    assert at_peak[["GPU", "Allocated", "Total", "Share of capacity"]].tolist() == [
         "GPU 0",
         size(peak),
         size(total),

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from app import pages
-from app.blocks import evidence_page
+from app.blocks import evidence_page, name_width
 from app.pages import PAGES
 from collector.findings import KINDS, Finding, Locus, Rate, measurements
 from training_harness.jobs.faults import FAULTS
@@ -108,3 +109,9 @@ def test_a_page_has_a_section_with_its_question(page):
     assert view.name == page.path
     assert f"## {page.title}" in lines
     assert any(line.startswith(f"| [{page.title}](#") and f"| {view.question} |" in line for line in lines)
+
+
+def test_names_in_a_table_of_many_columns_get_the_room_that_they_need():
+    short, long = (pd.DataFrame({"Stage": [name], **dict.fromkeys("abcdef", "1")}) for name in ("read", "x" * 30))
+    assert name_width(short)["Stage"] < name_width(long)["Stage"]
+    assert name_width(long[["Stage", "a"]]) == {}  # the columns of a small table share its width
