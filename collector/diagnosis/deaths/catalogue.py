@@ -305,7 +305,7 @@ FAULT_ADVICE: Mapping[int | None, Advice] = {
     ),
     SIGBUS: Advice(
         text="Check the room in /dev/shm, and whether a file that is memory-mapped was cut short",
-        expected="each page that is touched exists",
+        expected="every mapped page can be read",
     ),
     SIGILL: Advice(
         text="Install packages that are built for this CPU: one uses an instruction that it lacks",
@@ -321,7 +321,7 @@ WORKER_KILLED = Death(
         Advice(
             text="Find the sender of the signal in the system log (`journalctl -e`): a job scheduler, an operator, "
             "a memory guard such as earlyoom or systemd-oomd",
-            expected="it names the cause, which is no out-of-memory kill by the kernel; {loss}",
+            expected="it names the cause; the kernel's out-of-memory killer is ruled out; {loss}",
         ),
     ),
 )
@@ -345,7 +345,7 @@ KILLED = Death(
         Advice(
             text="Find the sender of the signal in the system log (`journalctl -e`): the job scheduler's time or "
             "memory limit, or an operator",
-            expected="it names the cause, which is no out-of-memory kill by the kernel",
+            expected="it names the cause; the kernel's out-of-memory killer is ruled out",
         ),
     ),
 )
