@@ -89,12 +89,13 @@ def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str
     if not verbose and verdict.findings:
         ways.insert(0, ("All figures", command("report", run_id, "--verbose")))
     is_whole = verbose or not _failed_early(verdict)
+    has_ending = is_whole and (verbose or not _was_stopped(verdict))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
         headline(verdict),
         Text(),
         *_findings(verdict, verbose=verbose),
-        *(_ending(verdict, verbose=verbose) if is_whole else ()),
+        *(_ending(verdict, verbose=verbose) if has_ending else ()),
         _grid([("run", run_id), *(figures(verdict) if is_whole else ())]),
         Text(),
         *((_checks(verdict), Text()) if is_whole else ()),
@@ -189,6 +190,12 @@ def _stall(verdict: Verdict) -> Iterator[tuple[str, str]]:
         return
     if worst["wait_seconds"] >= LEAST_LOST_RATIO * (verdict.duration_seconds or 0.0):
         yield "stall", wording.stall(worst)
+
+
+def _was_stopped(verdict: Verdict) -> bool:
+    """Return whether someone ended the run, as by Ctrl-C: its last minute is of no interest then."""
+    deaths = [finding for finding in verdict.findings if finding.group == "death"]
+    return bool(deaths) and all(finding.severity == "info" for finding in deaths)
 
 
 def _explains_waiting(verdict: Verdict) -> bool:

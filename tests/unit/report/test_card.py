@@ -477,3 +477,23 @@ def test_a_command_that_fails_at_once_has_a_short_card(kind, severity):
     assert "No training was seen" in text
     assert not any(words in text for words in ("No warnings", "Reason", "last 60 s", "Not judged", "Checked"))
     assert "The command ended: exit status 2." in card(early_end, verbose=True)
+
+
+def test_a_run_that_was_stopped_has_no_last_minute():
+    stopped = Finding(
+        kind="killed",
+        severity="info",
+        confidence=1.0,
+        summary="The training process ended by SIGINT.",
+        evidence=measurements(1, "run", exit_status=-2, farewell_count=1),
+    )
+    ended = Ending(
+        record=ExitRecord(reason="killed", exit_status=-2, seconds=0.1),
+        happenings=(Happening(seconds=-1.0, text="The last of 1,200 steps ended."),),
+    )
+    by_user = verdict(SLOW_WORKER, stopped, status="killed", exit_status=-2, ending=ended)
+    text = card(by_user)
+    assert "SIGINT" in text
+    assert "last 60 s" not in text
+    assert "Not judged" in text
+    assert "last 60 s" in card(by_user, verbose=True)
