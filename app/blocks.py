@@ -17,7 +17,7 @@ from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import KINDS, Evidence, Finding
-from collector.units import MISSING, number
+from collector.units import MISSING, counted, number
 
 #: severity -> (icon, badge colour). A colour never stands alone.
 _SEVERITY = {
@@ -32,6 +32,8 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 _LONGEST_UNBROKEN = 30
 #: Rows above which a table scrolls.
 _MAX_UNSCROLLED_ROWS = 20
+#: Columns from which the first one has a width of its own; pixels of a letter, around a text, and at most.
+_MANY_COLUMNS, _LETTER_WIDTH, _CELL_PADDING, _MOST_WIDTH = 7, 7, 24, 320
 #: Parameter of the address: the time that charts zoom to, `12-33` in seconds.
 FOCUS = "focus"
 
@@ -162,7 +164,8 @@ def draw(block: Block, key: str) -> None:
                     st.metric(plain(item.label), plain(item.value), help=plain(item.help), border=True)
         case Table():
             height: Literal["content", "auto"] = "content" if len(block.frame) <= _MAX_UNSCROLLED_ROWS else "auto"
-            st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key)
+            wide = {name: st.column_config.Column(width=width) for name, width in name_width(block.frame).items()}
+            st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key, column_config=wide)
             with st.container(horizontal=True, vertical_alignment="center"):
                 name, icon = f"{block.download}.csv", ":material/download:"
                 # The file is made at the click. Nothing on the page changes, so the script need not run.
@@ -193,6 +196,14 @@ def draw(block: Block, key: str) -> None:
                     draw(inner, f"{key}-{place}")
 
 
+def name_width(table: pd.DataFrame) -> dict[str, int]:
+    """Return the width in pixels that the first column of a table of many needs; Streamlit would cut its names."""
+    if table.empty or len(table.columns) < _MANY_COLUMNS:
+        return {}
+    first = table.columns[0]
+    return {first: min(_MOST_WIDTH, _LETTER_WIDTH * max(map(len, table[first].astype(str))) + _CELL_PADDING)}
+
+
 def sheet(table: pd.DataFrame) -> str:
     """Return a table as CSV; texts that a spreadsheet would take for a formula are quoted.
 
@@ -220,7 +231,7 @@ def answer(findings: Sequence[Finding], nothing: str) -> str:
     urgent = needs_attention(findings)
     if not urgent:
         return nothing
-    others = "" if len(urgent) == 1 else f" And {len(urgent) - 1} more, below."
+    others = "" if len(urgent) == 1 else f" {counted(len(urgent) - 1, 'more finding')} below."
     return f"{urgent[0].summary}{others}"
 
 

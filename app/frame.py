@@ -27,6 +27,7 @@ MAX_OTHERS = 3
 _STYLE = """<style>
 .stMainBlockContainer { padding: 4rem 3rem 3rem; }
 .stMainBlockContainer h2 { padding: 0; }
+.stMainBlockContainer [data-testid=stCaptionContainer] code { color: inherit; }
 .stMainBlockContainer table :is(th, td) { padding: 0.2rem 0.6rem; }
 @media (max-width: 640px) {
   .stMainBlockContainer { padding: 4rem 0.75rem 2rem; }

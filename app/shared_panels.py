@@ -9,9 +9,10 @@ from typing import Any
 import pandas as pd
 
 from app.blocks import Block, Note
-from app.figures import memory
+from app.figures import devices, memory
 from app.figures.devices import device_names, select_devices
 from app.runtime.moment import Moment
+from collector.findings import Finding
 from collector.store import queries
 
 #: Number of processes whose open files are drawn, and of GPUs that one refresh draws.
@@ -79,6 +80,37 @@ def further_gpus(moment: Moment, draw: DrawGpu) -> Iterator[Block]:
     """Draw the other GPUs, in another turn."""
     for gpu in drawn_gpus(moment)[0][GPUS_AT_ONCE:]:
         yield from draw(moment, gpu)
+
+
+def gpu_usage(moment: Moment, gpu: Gpu) -> Iterator[Block]:
+    """Draw the memory of a GPU against its capacity, and the share of it that the process may use."""
+    yield devices.usage(
+        queries.device_lines(moment.snapshot, moment.span, gpu.row["gpu"]),
+        gpu.errors,
+        moment.theme,
+        name=gpu.name,
+        capacity_bytes=gpu.row["total_bytes"],
+        share_bytes=share_bytes_of(moment, gpu),
+    )
+
+
+def share_bytes_of(moment: Moment, gpu: Gpu) -> float | None:
+    """Return the share of a GPU that a process may use, if it was met or is forecast to be met."""
+    errors = gpu.of(queries.cuda_errors(moment.snapshot, moment.whole))
+    met = errors.loc[errors["is_of_share"].astype(bool), "limit_bytes"]
+    if len(met):
+        return float(met.iloc[-1])
+    risk = finding_on(moment, "gpu-oom-risk", gpu.row["host"], int(gpu.row["device"]))
+    return float(risk.limit.value) if risk and risk.limit and "share" in risk.limit.name else None
+
+
+def finding_on(moment: Moment, kind: str, host: str | None = None, device: int | None = None) -> Finding | None:
+    """Return the gravest finding of a kind, on a host and a device if these are given."""
+    for finding in moment.all_findings:
+        here = ((host, finding.locus.host), (device, finding.locus.device))
+        if finding.kind == kind and all(None in pair or pair[0] == pair[1] for pair in here):
+            return finding
+    return None
 
 
 def shared_memory(moment: Moment) -> Iterator[Block]:

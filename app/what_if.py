@@ -128,7 +128,7 @@ def _undecided_rates(chosen: Option, per_batch: float, unit: str) -> list[Metric
         Metric(
             label,
             f"{number(rate.batches_per_second * per_batch)} {unit}",
-            f"This run does not tell how much they share: {option_text(chosen, per_batch, unit)}.",
+            f"This run does not show how much they share: {option_text(chosen, per_batch, unit)}.",
         )
         for label, rate in (
             ("If workers share what they wait for", chosen.if_shared),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import re
 import sys
 
 import click
@@ -12,6 +13,8 @@ import click
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
+#: A suggestion of click's in brackets, as if the sentence before it went on.
+_SUGGESTION = re.compile(r" \((Did you mean .*\?)\)$")
 #: Module of `collector.commands` -> its commands.
 _MODULES = {
     "compare": ("check", "compare"),
@@ -74,7 +77,8 @@ def main() -> None:
         sys.exit(cli.main(prog_name="tidegauge", standalone_mode=False))
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "tidegauge"
-        _fail(f"{error.format_message().rstrip('.')}; see {path} --help", error.exit_code)
+        message = _SUGGESTION.sub(r" \1", error.format_message()).rstrip(".")
+        _fail(f"{message}{' See' if message.endswith('?') else '; see'} {path} --help", error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except TidegaugeError as error:

@@ -34,7 +34,7 @@ def is_known(value: float | None) -> TypeGuard[float]:
 
 
 def quantity(value: float | str | None, unit: str) -> str:
-    """Return a value with its unit: 2^30 bytes are `1 GiB`, 0.0123 seconds `12.3 ms`, ratios `2.9x` and `30%`."""
+    """Return a value with its unit: 2^30 bytes are `1 GiB`, 0.0123 seconds `12.3 ms`, ratios `2.9×` and `30%`."""
     if isinstance(value, str):
         return value
     if not is_known(value):
@@ -47,7 +47,7 @@ def quantity(value: float | str | None, unit: str) -> str:
     elif base in _TIME_UNITS:
         text = duration(value * _TIME_UNITS[base])
     elif base == "ratio":
-        return percent(value) if abs(value) < 1.005 else f"{number(value)}x"
+        return percent(value) if abs(value) < 1.005 else f"{number(value)}×"
     else:
         text = f"{number(value)} {'' if base in _BARE_UNITS else base}".rstrip()
     return f"{text}/{'s' if per in ('second', 'seconds') else per}" if per else text

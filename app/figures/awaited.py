@@ -68,7 +68,7 @@ def flame_graph(awaited: AwaitedTime, theme: Theme, *, by_stage: bool = False) -
     figure.update_layout(uniformtext={"minsize": 12, "mode": "hide"})
     stages = ", grouped by stage" if by_stage else ""
     return Chart(
-        title="Which stage and line does the training wait for?" if by_stage else _question(awaited),
+        title="Which stage and line does training wait for?" if by_stage else _question(awaited),
         figure=figure,
         caption=f"{report.samples(awaited)}{stages}: callers above, callees below. "
         "Coloured: your code. Grey: libraries. Click a box to enlarge it.",
@@ -83,10 +83,10 @@ def has_stages(awaited: AwaitedTime) -> bool:
 
 def _question(awaited: AwaitedTime) -> str:
     if awaited.kind == "main-thread-pause":
-        return "Which lines does the training pause in?"
+        return "Which lines does training pause in?"
     if awaited.kind == "compute-bound":
         return "Which lines take the cores?"
-    return "Which lines does the training wait for?"
+    return "Which lines does training wait for?"
 
 
 def _boxes(stack: tuple[SourceFrame, ...], *, by_stage: bool) -> Iterator[_Box]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from app.figures.base import HOVERS, TITLES, Axis, TimeChart
+from app.figures.base import HOVERS, TITLES, Axis, TimeChart, faint
 from app.theme import Theme
 
 #: Shortest window in seconds, unit of elapsed time in such a window, and length of that unit in seconds.
@@ -206,5 +206,6 @@ def _tick_labels(
 
 def _text(x: float, y: float, text: str, theme: Theme, *, size: int, anchor: str) -> dict[str, Any]:
     place = {"x": x, "xref": "x", "xanchor": anchor, "y": y, "yref": "y domain", "yanchor": "bottom"}
-    style = {"font": {"size": size, "color": theme.text}, "bgcolor": theme.background, "borderpad": 1}
+    # A line below a label shows through it.
+    style = {"font": {"size": size, "color": theme.text}, "bgcolor": faint(theme.background, 0.7), "borderpad": 1}
     return {"text": text, "showarrow": False, **place, **style}

@@ -67,6 +67,7 @@ def by_role(
     if capacity_bytes is not None and is_known(capacity_bytes):
         name = f"{capacity_name[:1].upper()}{capacity_name[1:]}"
         caption += f" {name}: {size(capacity_bytes)}, the peak is {percent(peak / capacity_bytes)} of it."
+        caption += " PSS counts mapped files too, which the kernel can drop." if peak > capacity_bytes else ""
         if peak * 3 > capacity_bytes:
             limit(figure, capacity_bytes / scale, f"{capacity_name} {size(capacity_bytes)}", theme)
     return TimeChart(title=title, figure=figure, caption=caption)

@@ -13,7 +13,7 @@ from app.figures.base import TimeChart, Trace, area, line, over_time, sampled
 from app.format import MIB
 from app.theme import Theme
 from collector.store.queries import Lines
-from collector.units import counted, quantity, size
+from collector.units import quantity, size
 
 #: A pause is longer than each of these: a multiple of the intervals around it, a share of the line (thinned to 500
 #: buckets or more), and two ticks of the collector in seconds. Steps come in bursts, and a burst has no gaps.
@@ -68,10 +68,10 @@ def collector_timing(lines: Mapping[str, Lines], theme: Theme) -> TimeChart:
             label = f"{name}, {host}" if len(by_host) > 1 else name
             figure.add_trace(sample_line(label, points, colour, "s", line={"dash": dash}))
         highest = quantity(lines[name].points["value"].max(), "seconds")
-        captions.append(f"longest {name} {highest} of {counted(lines[name].samples_count, 'sample')}")
+        captions.append(f"longest {name} {highest} (n = {lines[name].samples_count:,})")
     caption = f"{'; '.join(captions).capitalize()}."
     if lines["lag"].samples_count:
-        caption += " The lag falls with each commit to the lake."
+        caption += " The lag rises until records are committed to the lake, after five minutes at most."
     if sampled(lines["interval"]):
         caption += f" Drawn as {sampled(lines['interval'])}."
     return TimeChart(title="Does the collector keep up?", figure=figure, caption=caption)
@@ -83,5 +83,5 @@ def collector_memory(lines: Lines, theme: Theme) -> TimeChart:
     for number, (host, points) in enumerate(lines.points.groupby("series")):
         colour = theme.series[number % len(theme.series)]
         figure.add_trace(sample_line(str(host), points, colour, "MiB", scale=MIB))
-    caption = f"Peak {size(lines.points['value'].max())} of {counted(lines.samples_count, 'sample')}."
-    return TimeChart(title="What does the collector hold itself?", figure=figure, caption=caption)
+    caption = f"Peak {size(lines.points['value'].max())} (n = {lines.samples_count:,})."
+    return TimeChart(title="How much memory does the collector take?", figure=figure, caption=caption)

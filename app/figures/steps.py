@@ -16,6 +16,7 @@ from app.figures.base import (
     Trace,
     area,
     blank,
+    line,
     marks,
     median_band,
     over_time,
@@ -44,29 +45,32 @@ _OF_EACH: dict[Axis, tuple[str, str]] = {
 def split(steps: pd.DataFrame, theme: Theme) -> TimeChart:
     """Draw step time over steps (`queries.steps`), with data wait below.
 
-    Single steps are points; groups of steps are a line of medians and a band up to the 95th percentile.
+    Single steps are points; groups of steps are areas of means that add up, under a line of 95th percentiles.
     """
     figure = over_time(theme, y_title="time per step (ms)", axis="step")
-    count, most = int(steps["n"].sum()), int(steps["n"].max())
+    count, most, x = int(steps["n"].sum()), int(steps["n"].max()), steps["step"]
     mean_ms, wait_ratio = mean_and_wait(steps)
     if wait_ratio is None:
-        title = "How long does a step take?"
+        title, rest = "How long does a step take?", "step, mean"
         caption = f"{quantity(mean_ms, 'ms')} on average of {count:,} steps. No DataLoader was seen in them."
     else:
-        title = "How much of a step is waiting for data?"
+        title, rest = "How much of a step is waiting for data?", "rest of the step"
         caption = f"{percent(wait_ratio)} of the time in {count:,} steps is data wait."
-        name = "data wait, mean" if most > 1 else "data wait"
-        figure.add_trace(area(name, steps["step"], steps["wait_ms"].fillna(0), theme.wait, "ms"))
+        figure.add_trace(area("data wait", x, steps["wait_ms"].fillna(0), theme.wait, "ms"))
     if most > 1:
-        figure.add_traces(list(median_band("step, ", steps["step"], steps, theme.latency)))
+        high = line(
+            "step, 95th percentile", x, steps["p95_ms"], theme.text, "ms", line={"dash": "dot", "width": 1.2}
+        )
+        n = {"customdata": steps["n"].to_numpy(), "hovertemplate": "%{y:,.4~g} ms (n = %{customdata:,})"}
+        figure.add_traces([area(rest, x, steps["rest_ms"].fillna(0), theme.latency, "ms"), high | n])
         slowest = steps.iloc[int(steps["slowest_ms"].to_numpy().argmax())]
         caption += (
-            f" Line and band: median and 95th percentile of up to {most:,} steps. "
+            f" Areas: means of up to {most:,} steps. "
             f"Slowest: {quantity(slowest['slowest_ms'], 'ms')}, {_about(slowest['step'])}."
         )
     else:
         hover = "%{y:,.4~g} ms"
-        figure.add_trace(marks("step", steps["step"], steps["median_ms"], theme.latency, "circle", 5, hover))
+        figure.add_trace(marks("step", x, steps["median_ms"], theme.latency, "circle", 5, hover))
     if (bound := bound_ms([steps])) is not None:
         figure.update_yaxes(range=[0, bound])
         caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."
@@ -123,7 +127,7 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) ->
     caption = f"{'; '.join(_in_words(name, steps) for name, steps in runs.items())}."
     most = max(int(steps["n"].max()) for steps in runs.values())
     if most > 1:
-        caption += f" Line and band: median and 95th percentile of up to {most:,} steps."
+        caption += f" Line and band: mean and 95th percentile of up to {most:,} steps."
     if (bound := bound_ms(runs.values())) is not None:
         figure.update_yaxes(range=[0, bound])
         points = [words for name, steps in runs.items() if (words := above(steps, bound, of=f" of {name}"))]
@@ -137,8 +141,10 @@ def _step_traces(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iter
     if int(steps["n"].max()) == 1:
         yield marks(shown_name, steps["x"], steps["median_ms"], colour, _SYMBOLS[dash], 4, "%{y:,.4~g} ms")
         return
-    median, band = median_band(f"{name}, ", steps["x"], steps, colour, line={"dash": dash}, legendgroup=name)
-    yield median | {"name": shown_name}
+    # A worker that delays every fourth step changes the mean, not the median.
+    groups = steps.assign(median_ms=steps["rest_ms"].add(steps["wait_ms"], fill_value=0))
+    mean, band = median_band(f"{name}, ", steps["x"], groups, colour, line={"dash": dash}, legendgroup=name)
+    yield mean | {"name": shown_name}
     yield band | {"showlegend": False}
 
 
@@ -167,7 +173,7 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
         style = {"dash": DASHES[number % len(DASHES)]}
         figure.add_trace(sample_line(name, total, theme.series[number], unit, scale=scale, line=style))
     peaks = "; ".join(
-        f"{name}: peak {size(total['value'].max())} of {len(total):,} moments" for name, total in runs.items()
+        f"{name}: peak {size(total['value'].max())} (n = {len(total):,})" for name, total in runs.items()
     )
     return Chart(
         title="Does it take less host memory?",

@@ -220,7 +220,7 @@ def _shares(
 def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     """Draw what the training and its workers do over a few rounds, one lane for each.
 
-    The window begins `begin_seconds` after the run was made.
+    The time drawn begins `begin_seconds` after the run was made.
     """
     bars, unit, scale = shown.bars, "ms", 1.0
     length_ms = (shown.end_ns - shown.begin_ns) / 1e6
@@ -229,7 +229,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     names = [_LOOP, *(f"worker {int(worker)}" for worker in sorted(bars["worker"].dropna().unique()))]
     height = max(340, min(760, 200 + 34 * len(names)))
     x_hover = HOVER_SECONDS if unit == "s" else "%{x}"
-    figure = blank(theme, x_title=f"time in the window ({unit})", y_title="", x_hover=x_hover, height=height)
+    figure = blank(theme, x_title=f"time ({unit})", y_title="", x_hover=x_hover, height=height)
     for kind, (name, colour, shape, bar_height, offset) in _BARS.items():
         rows = bars[bars["kind"] == kind].iloc[:MAX_POINTS]
         if rows.empty:
@@ -328,7 +328,7 @@ def awaited_stages(stall: Mapping[str, Any], theme: Theme) -> Chart:
     figure.add_trace(_bar("waited for", parts["stage"], values, "s", theme, "wait", ""))
     figure.update_layout(showlegend=False)
     return Chart(
-        title="What does the training wait for?",
+        title="What does training wait for?",
         figure=figure,
         caption=f"Waiting over the last {number(stall['batches'])} batches: {duration(stall['wait_seconds'])}, "
         f"{percent(stall['wait_ratio'])} of the loop's time. Split by what the worker of the awaited batch did.",

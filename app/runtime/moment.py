@@ -143,7 +143,7 @@ class View:
     """A view: the question, the sentence that answers it, and rows of panels side by side.
 
     The answer belongs to the first turn. A view lists the findings whose kinds name it (`tidegauge.kinds`), or all
-    with `lists_all`.
+    with `lists_all`; with `own_first`, those whose evidence it shows come before the others.
     """
 
     name: str
@@ -151,11 +151,19 @@ class View:
     question: str
     answer: Callable[[Moment], str]
     lists_all: bool = False
+    own_first: bool = False
     by_loader: bool = False
 
     def has_finding(self, finding: Finding) -> bool:
         """Return whether the view lists a finding; one that cannot tell is listed with what it may be."""
         return self.lists_all or self.name in KINDS[finding.suspected].pages
+
+    def findings_of(self, verdict: Verdict | None) -> list[Finding]:
+        """Return the findings that the view lists, in its order."""
+        listed = [finding for finding in (verdict.findings if verdict else ()) if self.has_finding(finding)]
+        if self.own_first:
+            listed.sort(key=lambda finding: KINDS[finding.suspected].pages[0] != self.name)
+        return listed
 
     @property
     def turns_count(self) -> int:
@@ -208,7 +216,7 @@ def moment_of(
         span=span,
         whole=queries.whole(span, reach),
         verdict=verdict,
-        findings=[finding for finding in verdict.findings if view.has_finding(finding)] if verdict else [],
+        findings=view.findings_of(verdict),
         theme=theme,
         axis=selection.axis,
         loaders=tuple(loaders),

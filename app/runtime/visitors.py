@@ -11,9 +11,8 @@ import streamlit as st
 from app.format import first_line, plain
 from collector.store import Run, list_runs
 
-QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
-tidegauge job images                 # or a built-in job
-tidegauge report                     # the verdict in the terminal"""
+QUICK_START = """tidegauge run -- python train.py
+tidegauge job images"""
 #: Addresses of this machine, on which a server listens or by which a browser reaches it.
 _LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -79,12 +78,12 @@ def runs_or_reason(home: Path) -> list[Run]:
         runs = list_runs(home)
     except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
         why = f"Cannot read the runs in {home}: {first_line(error)}."
-        st.error(plain(f"{why} Mend it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
+        st.error(plain(f"{why} Fix it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
         st.code("tidegauge doctor", language="bash")
         return []
     if not runs:
         st.subheader("No runs yet", anchor=False)
-        st.markdown(plain(f"No runs in `{home}`. Start a training under Tidegauge:"))
+        st.markdown(plain(f"The home is `{home}`. Start your own training, unchanged, or a built-in one:"))
         st.code(QUICK_START, language="bash")
         return []
     return runs

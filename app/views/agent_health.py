@@ -91,7 +91,7 @@ def _hosts(moment: Moment) -> Iterator[Block]:
             "Records in the lake": [number(count) for count in table["ingested_count"]],
             "Records lost": [number(count) for count in table["lost_count"]],
             "CPU": [percent(ratio) for ratio in table["cpu_ratio"]],
-            "Private, peak": [size(value) for value in table["private_peak_bytes"]],
+            "Private dirty, peak": [size(value) for value in table["private_peak_bytes"]],
             "RSS, peak": [size(value) for value in table["rss_peak_bytes"]],
         },
     )

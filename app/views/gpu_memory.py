@@ -102,7 +102,7 @@ def _in_numbers(gpu: Gpu, parts: pd.DataFrame) -> Iterator[dict[str, str]]:
             "When": f"{words}, {duration(seconds.iloc[place])}",
             **{name[:1].upper() + name[1:]: size(parts[name].iloc[place]) for name in map(str, parts)},
             "Total": size(total),
-            "Of capacity": percent(total / capacity) if is_known(capacity) else MISSING,
+            "Share of capacity": percent(total / capacity) if is_known(capacity) else MISSING,
         }
 
 

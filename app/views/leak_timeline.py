@@ -124,6 +124,7 @@ VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
     answer=lambda moment: answer(moment.findings, NOTHING),
+    own_first=True,
     rows=(
         (FINDINGS,),
         (Panel("Files and shared memory", _other_leaks),),

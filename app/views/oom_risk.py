@@ -8,18 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.blocks import Block, Note, answer
-from app.figures.devices import LINE_WORDS, usage
+from app.figures.devices import LINE_WORDS
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import (
     Gpu,
     drawn_gpus,
+    finding_on,
     first_gpus,
     further_gpus,
+    gpu_usage,
     gpus,
     host_charts,
     limit_name,
     open_files,
+    share_bytes_of,
     shared_memory,
 )
 from collector import report
@@ -66,17 +69,6 @@ def _limit_table(moment: Moment) -> Iterator[Block]:
     yield moment.table("limits", ABOUT_CGROUPS if without_gpus else f"{ABOUT_CGROUPS} {ABOUT_GPUS}", rows)
 
 
-def _usage(moment: Moment, gpu: Gpu) -> Iterator[Block]:
-    yield usage(
-        queries.device_lines(moment.snapshot, moment.span, gpu.row["gpu"]),
-        gpu.errors,
-        moment.theme,
-        name=gpu.name,
-        capacity_bytes=gpu.row["total_bytes"],
-        share_bytes=_share_bytes(moment, gpu),
-    )
-
-
 def _gpus_in_numbers(moment: Moment) -> Iterator[Block]:
     rows = [row for gpu in drawn_gpus(moment)[0] for row in _lines_in_numbers(moment, gpu)]
     if rows:
@@ -96,16 +88,6 @@ def _lines_in_numbers(moment: Moment, gpu: Gpu) -> Iterator[dict[str, str]]:
             }
 
 
-def _share_bytes(moment: Moment, gpu: Gpu) -> float | None:
-    """Return the share of a GPU that a process may use, if it was met or is forecast to be met."""
-    errors = gpu.of(queries.cuda_errors(moment.snapshot, moment.whole))
-    met = errors.loc[errors["is_of_share"].astype(bool), "limit_bytes"]
-    if len(met):
-        return float(met.iloc[-1])
-    risk = _forecast(moment, "gpu-oom-risk", gpu.row["host"], int(gpu.row["device"]))
-    return float(risk.limit.value) if risk and risk.limit and "share" in risk.limit.name else None
-
-
 def _cgroup_and_host(moment: Moment) -> Iterator[Block]:
     """Draw the cgroup that binds, else the host's memory."""
     table = queries.host_limits(moment.snapshot)
@@ -121,10 +103,10 @@ def _device_limits(moment: Moment) -> Iterator[_Limit]:
     for gpu in gpus(moment):
         row, place = gpu.row, (gpu.row["host"], int(gpu.row["device"]))
         by_driver = is_known(row["used_bytes"])
-        error, risk = _forecast(moment, "cuda-oom", *place), _forecast(moment, "gpu-oom-risk", *place)
+        error, risk = finding_on(moment, "cuda-oom", *place), finding_on(moment, "gpu-oom-risk", *place)
         has_ended = error is not None and error.severity == "critical"
         met = _when(error if has_ended else risk or error, moment, row["total_bytes"])
-        if share_bytes := _share_bytes(moment, gpu):  # it is met before the device is full
+        if share_bytes := share_bytes_of(moment, gpu):  # it is met before the device is full
             yield _Limit(
                 name=f"{gpu.name}, share of the process",
                 capacity=share_bytes,
@@ -146,7 +128,7 @@ def _host_limits(moment: Moment) -> Iterator[_Limit]:
     table = queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
         kinds = (_DEATHS[row["limit"]], FORECASTS[row["limit"]])
-        findings = (_forecast(moment, kind, row["host"]) for kind in kinds)
+        findings = (finding_on(moment, kind, row["host"]) for kind in kinds)
         # A finding is about the limit that binds.
         finding = next((each for each in findings if each and _is_about(each, row["limit"])), None)
         yield _Limit(
@@ -165,7 +147,7 @@ def _file_limits(moment: Moment) -> Iterator[_Limit]:
             capacity=row["limit_count"],
             last=row["now_count"],
             peak=row["peak_count"],
-            met=_when(_forecast(moment, "fd-exhaustion-risk"), moment, row["limit_count"]),
+            met=_when(finding_on(moment, "fd-exhaustion-risk"), moment, row["limit_count"]),
             is_count=True,
         )
 
@@ -175,24 +157,16 @@ def _is_about(finding: Finding, limit: str) -> bool:
     return not finding.limit or (finding.limit.name == "cgroup") == (limit == "cgroup")
 
 
-def _forecast(moment: Moment, kind: str, host: str | None = None, device: int | None = None) -> Finding | None:
-    for finding in moment.all_findings:
-        here = ((host, finding.locus.host), (device, finding.locus.device))
-        if finding.kind == kind and all(None in pair or pair[0] == pair[1] for pair in here):
-            return finding
-    return None
-
-
 def _row(limit: _Limit) -> dict[str, str]:
     words = number if limit.is_count else size
     return {
         "Limit": limit.name,
-        "Capacity": words(limit.capacity),
-        "Last": words(limit.last),
-        "Peak": words(limit.peak),
-        "Peak of capacity": percent(limit.peak_ratio),
-        "Headroom at peak": words(limit.capacity - limit.peak),
+        "Share at peak": percent(limit.peak_ratio),
         "Limit met": limit.met,
+        "Capacity": words(limit.capacity),
+        "Peak": words(limit.peak),
+        "Headroom at peak": words(limit.capacity - limit.peak),
+        "Last": words(limit.last),
     }
 
 
@@ -227,8 +201,8 @@ VIEW = View(
     rows=(
         (FINDINGS,),
         (Panel("Limits", _limit_table),),
-        (Panel("GPU memory", lambda moment: first_gpus(moment, _usage, NO_GPU)),),
-        (Panel("Memory of further GPUs", lambda moment: further_gpus(moment, _usage), turn=1),),
+        (Panel("GPU memory", lambda moment: first_gpus(moment, gpu_usage, NO_GPU)),),
+        (Panel("Memory of further GPUs", lambda moment: further_gpus(moment, gpu_usage), turn=1),),
         (Panel("GPU memory in numbers", _gpus_in_numbers, turn=1),),
         (Panel("Host memory", _cgroup_and_host), Panel("Shared memory", shared_memory)),
         (Panel("Open files", open_files, turn=1),),

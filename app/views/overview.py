@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Metric, Metrics, Note, answer, workers_reporting
+from app.blocks import Block, Metric, Metrics, Note, answer, needs_attention, workers_reporting
 from app.figures import devices, memory, steps
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
-from app.shared_panels import NO_PROCESS
+from app.shared_panels import NO_PROCESS, gpu_usage, gpus
 from collector import report
 from collector.diagnosis import Slowdown
 from collector.store import queries
@@ -98,8 +98,13 @@ def _step_time(moment: Moment) -> Iterator[Block]:
 
 
 def _decisive_chart(moment: Moment) -> Iterator[Block]:
-    """Draw the chart that shows the gravest finding: the step time of a slowdown, else the host memory."""
-    return _step_time(moment) if _is_about_time(moment) else _host_memory(moment)
+    """Draw the chart that shows the gravest finding: a GPU's memory, the step time, else the host memory."""
+    urgent = needs_attention(moment.findings)
+    device = urgent[0].locus.device if urgent else None
+    for gpu in gpus(moment) if device is not None else ():
+        if gpu.row["device"] == device and urgent[0].locus.host in (None, gpu.row["host"]):
+            yield from gpu_usage(moment, gpu)
+    yield from _step_time(moment) if _is_about_time(moment) else _host_memory(moment)
 
 
 def _second_chart(moment: Moment) -> Iterator[Block]:

@@ -21,8 +21,8 @@ NO_FETCH = Note("No batch was made in this window by a DataLoader that reports."
 #: Columns of an entry of `exposed_stall`.
 _WAIT_COLUMNS = ("seconds", "enough_seconds", "free_wait_ratio")
 UNNAMED = (
-    'No stage was recognised in this pipeline: `with training_harness.stage("decode"):` around a part of it names '
-    "one, see docs/stages.md."
+    'No stage was recognised. Name one: put `with training_harness.stage("decode"):` around a part of the pipeline '
+    "(docs/stages.md)."
 )
 
 
@@ -32,10 +32,10 @@ def _answer(moment: Moment) -> str:
         return ""
     if stall["wait_ratio"] < HEALTHY_WAIT_RATIO:
         return (
-            f"None: the training waits {percent(stall['wait_ratio'])} of its time for its data, so a faster stage "
-            "would not make it faster."
+            f"None: training waits only {percent(stall['wait_ratio'])} of its time for data. A faster stage would "
+            "not make it faster."
         )
-    return f"The training waits {percent(stall['wait_ratio'])} of its time: {report.stall(stall)}."
+    return f"Training waits {percent(stall['wait_ratio'])} of its time: {report.stall(stall)}."
 
 
 def _costs(moment: Moment) -> Iterator[Block]:

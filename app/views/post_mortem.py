@@ -45,7 +45,7 @@ def _facts(moment: Moment) -> Iterator[Block]:
     if verdict is None:
         return
     label, meaning = (
-        ("So far", "Time since the start of the run")
+        ("Running for", "Time since the start of the run")
         if _goes_on(moment)
         else ("Duration", "Time from the start of the run to its end")
     )

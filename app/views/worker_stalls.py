@@ -35,7 +35,7 @@ def answer_in_words(moment: Moment) -> str:
     recent_loop, chosen = recent(moment), moment.findings
     if recent_loop is None:
         return answer(chosen, NOTHING if moment.has_loader else NO_LOADER)
-    waiting = f"The training waits {percent(recent_loop.seen.wait_ratio)} of its time over {_batches(recent_loop)}"
+    waiting = f"Training waits {percent(recent_loop.seen.wait_ratio)} of its time over {_batches(recent_loop)}"
     if recent_loop.seen.wait_ratio < HEALTHY_WAIT_RATIO:
         return answer(chosen, f"{NOTHING} {waiting}.")
     return answer(chosen, f"{waiting}{_why(recent_loop, chosen)}.")
@@ -160,7 +160,7 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
     outlook, rank = recent_loop.outlook, recent_loop.seen.loop.rank
     slow = [f for f in moment.findings if f.kind == "slow-worker" and _is_at(f.locus, moment.loader, rank)]
     if slow:
-        outlook = f"the replay takes workers for equally fast, and worker {slow[0].locus.worker} is slower"
+        outlook = f"the replay assumes equally fast workers, and worker {slow[0].locus.worker} is slower"
     if isinstance(outlook, str):
         command = f"`tidegauge tune -- {command_words(moment.manifest)}`"
         yield Note(f"No prediction for other settings: {outlook}. {command} measures them.")
@@ -245,7 +245,7 @@ def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     if of_loop[0].kind == "cannot-tell":
         return ", and the cause is not known: the reason is below"
     if of_loop[0].kind == "compute-bound":  # a finding about the whole run
-        return f"; over the whole run its batches were made in time: see {report.title(of_loop[0])} below"
+        return f", but over the whole run its batches were made in time: see {report.title(of_loop[0])} below"
     return f": see {report.title(of_loop[0])} below"
 
 

@@ -39,6 +39,8 @@ class Judgement:
             details.append(f"{_words(figure.low, self.measure)} to {_words(figure.high, self.measure)}")
         details += [f"n = {figure.n:,}"] if figure.n is not None else []
         text = _words(figure.value, self.measure)
+        if text == self.limit_words and self.measure.unit == RATIO:  # "10%, more than the 10%" would say nothing
+            text = f"{figure.value:.2%}"
         return f"{text} ({', '.join(details)})" if details else text
 
     @property

@@ -339,7 +339,7 @@ def check_latest_run(home: Path) -> Check:
             bodies = snapshot.query("SELECT body FROM event WHERE kind = 'collector-problem' ORDER BY time_ns DESC")
             problems = snapshot.problems
     except TidegaugeError as error:
-        return Check(name, str(error), "mend it, or look at another run")
+        return Check(name, str(error), "fix it, or look at another run")
     lag_ns = max((lag for lag in lags if lag == lag), default=0)
     is_slow = lag_ns >= LONGEST_PAUSE_NS + _INGEST_GRACE_NS
     recorded = [json.loads(body) for body in bodies["body"]]
@@ -353,7 +353,7 @@ def check_latest_run(home: Path) -> Check:
         return Check(name, f"{runs[0].run_id} can be read")
     reason = problems[0] if problems else recorded[0]["error"] if recorded else "its collector is slow"
     waiting = f"records have waited outside its lake for {lag_ns / 1e9:.0f} s, " if is_slow else ""
-    remedy = "mend it; until then the records stay in the journals, and they are stored afterwards"
+    remedy = "fix it; until then the records stay in the journals, and they are stored afterwards"
     return Check(name, f"{runs[0].run_id}: {waiting}{reason}", remedy)
 
 

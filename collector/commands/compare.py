@@ -61,7 +61,7 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
     from collector.store import find_run
 
     if not 2 <= len(specs) <= _MOST_RUNS:
-        raise TidegaugeError(f"two to {_MOST_RUNS} runs can be compared, not {len(specs)}")
+        raise TidegaugeError(f"give two to four runs to compare, not {len(specs)}")
     runs = [find_run(home, spec) for spec in specs]
     if len({run.run_id for run in runs}) < len(runs):
         raise TidegaugeError(f"{' and '.join(specs)} are not different runs: `tidegauge runs` lists them")

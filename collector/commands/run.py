@@ -167,7 +167,7 @@ def run(
 @investigate_option
 @outlet_options
 @home_option
-@click.argument("name", type=click.Choice([*JOBS, TOUR]))
+@click.argument("name", metavar="NAME", type=click.Choice([*JOBS, TOUR]))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def job(
     serves: bool,
@@ -180,7 +180,8 @@ def job(
 ) -> None:
     """Run the built-in job NAME and watch it. Its options: tidegauge job NAME --help.
 
-    `tour` runs five short jobs in turn, one healthy and four with a fault.
+    Jobs: images, diabetes, accumulate, dataparallel, ddp, fault KIND, and tour: five short jobs in turn, one
+    healthy and four with a fault.
     """
     if importlib.util.find_spec("torch") is None:
         raise TidegaugeError(

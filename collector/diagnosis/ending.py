@@ -42,6 +42,8 @@ _UNKNOWN = "not known"
 _SIGNALS = {"host-oom-kill": int(SIGKILL), "shm-bus-error": int(SIGBUS)}
 #: Most happenings that are listed, the last ones.
 _MOST_HAPPENINGS = 12
+#: Most starts of epochs among them: short epochs would fill the list.
+_MOST_EPOCHS = 3
 #: Share of the limit at which memory counts as nearly full.
 _NEARLY_FULL_RATIO = 0.95
 _MESSAGE_CHARACTERS = 200
@@ -182,7 +184,8 @@ def _of_training(life: Lifecycle) -> Iterator[tuple[float, str]]:
         yield float(event["time_ns"]), f"The framework entered its phase {event['phase']!r}."
     for kind in occasions_of(tables, main):
         if kind.passes and not phases:
-            for at, (loader, epoch) in zip(kind.ends, kind.passes, strict=True):
+            starts = [*zip(kind.ends, kind.passes, strict=True)]
+            for at, (loader, epoch) in starts[-_MOST_EPOCHS:]:
                 variable = settings.get((main, loader), {}).get("variable")
                 name = f" ({variable})" if variable else ""
                 yield at * SECOND_NS, f"Epoch {epoch} of loader {loader}{name} began."

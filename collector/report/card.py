@@ -88,18 +88,17 @@ def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str
     ways = [("Dashboard", command("dashboard"))]
     if not verbose and verdict.findings:
         ways.insert(0, ("All figures", command("report", run_id, "--verbose")))
+    is_whole = verbose or not _failed_early(verdict)
+    has_ending = is_whole and (verbose or not _was_stopped(verdict))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
         headline(verdict),
         Text(),
         *_findings(verdict, verbose=verbose),
-        *_exit_record(verdict),
-        *_happenings(verdict, verbose=verbose),
-        *_last_minute(verdict),
-        _grid([("run", run_id), *figures(verdict)]),
+        *(_ending(verdict, verbose=verbose) if has_ending else ()),
+        _grid([("run", run_id), *(figures(verdict) if is_whole else ())]),
         Text(),
-        _checks(verdict),
-        Text(),
+        *((_checks(verdict), Text()) if is_whole else ()),
         *(_command_line(label, words) for label, words in ways),
     )
 
@@ -162,7 +161,7 @@ def _own_cost(verdict: Verdict) -> list[tuple[str, str]]:
     held, share = overhead["collector_private_dirty_bytes"], overhead["collector_cpu_ratio"]
     if not (is_known(held) and is_known(share)):
         return []
-    return [("tidegauge", f"{size(held)} private memory, {percent(share)} of a core, beside the training")]
+    return [("tidegauge", f"{size(held)} private memory, {percent(share)} of a core")]
 
 
 def _data_wait(verdict: Verdict) -> str:
@@ -193,6 +192,12 @@ def _stall(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "stall", wording.stall(worst)
 
 
+def _was_stopped(verdict: Verdict) -> bool:
+    """Return whether someone ended the run, as by Ctrl-C: its last minute is of no interest then."""
+    deaths = [finding for finding in verdict.findings if finding.group == "death"]
+    return bool(deaths) and all(finding.severity == "info" for finding in deaths)
+
+
 def _explains_waiting(verdict: Verdict) -> bool:
     return any(finding.group == "data loading" and finding.severity != "info" for finding in verdict.findings)
 
@@ -201,9 +206,15 @@ def _has_trained(verdict: Verdict) -> bool:
     return bool(verdict.steps or verdict.batches)
 
 
+def _failed_early(verdict: Verdict) -> bool:
+    """Return whether the command failed before it trained, and nothing was found but that or its exception."""
+    is_plain = all(finding.severity == "info" or finding.kind == "crashed" for finding in verdict.findings)
+    return verdict.ending is not None and bool(verdict.findings) and is_plain and not _has_trained(verdict)
+
+
 def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
     is_calm = not any(finding.severity != "info" for finding in verdict.findings)
-    if is_calm:
+    if is_calm and not _failed_early(verdict):
         words = calm_words(verdict)
         yield Text(words, style="bold green" if words.startswith("✔") else "bold")
         yield Text()
@@ -257,6 +268,13 @@ def heading(finding: Finding) -> Text:
 def _checks(verdict: Verdict) -> Text:
     """Draw what was looked at without a finding, and what was not judged, with the reasons."""
     return Text("\n".join(filter(None, wording.check_words(verdict.checks))), style="dim")
+
+
+def _ending(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield how a run that died came to its end."""
+    yield from _exit_record(verdict)
+    yield from _happenings(verdict, verbose=verbose)
+    yield from _last_minute(verdict)
 
 
 def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:

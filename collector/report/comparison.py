@@ -118,7 +118,8 @@ def change_ratio(measure: Measure, first: Measure) -> float | None:
 def words(measure: Measure, first: Measure | None = None) -> str:
     """Return a figure in words, with its change against the baseline: `61.2 ms (+3.1%, n = 1,200)`."""
     change = "" if first is None else _change_words(measure, first)
-    details = [*filter(None, [change]), *([] if measure.n is None else [f"n = {measure.n:,}"])]
+    has_n = measure.n is not None and measure.unit not in ("count", "seconds")  # those are one observation
+    details = [*filter(None, [change]), *([f"n = {measure.n:,}"] if has_n else [])]
     return f"{_value_words(measure)} ({', '.join(details)})" if details else _value_words(measure)
 
 

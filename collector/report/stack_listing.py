@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,8 +63,9 @@ def heading(alike: StackGroup) -> str:
     first = alike.stacks[0]
     state = " · ".join(filter(None, (first.activity, first.waits)))
     innermost = "" if alike.has_own_frames or not first.frames else f" · {_place(first.frames[0])}"
-    names = [_thread(stack) for stack in alike.stacks[:_NAMES]]
-    names += [f"{more} more"] if (more := len(alike.stacks) - len(names)) else []
+    counts = Counter(map(_thread, alike.stacks))  # threads of one process may have one name
+    names = [f"{count} × {name}" if count > 1 else name for name, count in [*counts.items()][:_NAMES]]
+    names += [f"{more} more"] if (more := len(counts) - len(names)) else []
     return f"{'; '.join(names)}{f' · {state}' if state else ''}{innermost}"
 
 

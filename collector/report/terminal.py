@@ -13,6 +13,9 @@ from rich.text import Text
 
 from collector.errors import one_line, printable
 
+#: Characters that are left of a column that is cut.
+_LEAST_CELL = 4
+
 
 class Terminal(Console):
     """A console for foreign texts: names, paths, messages. Square brackets in them are no markup."""
@@ -26,18 +29,34 @@ class Terminal(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print_table(self, table: Table) -> None:
-        """Print a table; one that needs no wrapping is written as lines, much faster than Rich does."""
+        """Print a table; one that needs no wrapping is written as lines, much faster than Rich does.
+
+        Where a last column that may be cut is all that is too wide, it is cut, and the others stay whole.
+        """
         lines = _aligned_lines(table)
-        if lines is None or max(map(cell_len, lines)) > self.width:
+        excess = 0 if lines is None else max(map(cell_len, lines)) - self.width
+        if lines is None or excess > _room_to_cut(table):
             self.print(table)
             return
-        self.print(Text(lines[0], style=table.header_style), no_wrap=True)
+        self.print(Text(lines[0], style=table.header_style), no_wrap=True, overflow="ellipsis")
+        if excess > 0:
+            for line in lines[1:]:
+                self.print(Text(line), no_wrap=True, overflow="ellipsis")
+            return
         self.file.write("".join(f"{line}\n" for line in lines[1:]))
 
 
 def plain_table(*headings: str, gap: int = 2) -> Table:
     """Return a table without lines, with blanks between its columns, that `Terminal.print_table` can print."""
     return Table(*headings, box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+
+
+def _room_to_cut(table: Table) -> int:
+    """Return by how many characters the last column may be cut."""
+    last = table.columns[-1]
+    if not (last.no_wrap and last.overflow == "ellipsis"):
+        return 0
+    return max((cell_len(str(cell)) for cell in last.cells), default=0) - _LEAST_CELL
 
 
 def _aligned_lines(table: Table) -> list[str] | None:

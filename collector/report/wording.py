@@ -59,8 +59,9 @@ def locus(where: Locus) -> str:
         parts.append(f"training process {where.main_pid}")
     for name in ("stage", "device", "rank"):
         value = getattr(where, name)
-        if value is not None:
-            parts.append(f"{name} {value}")
+        if value is not None:  # a part of a step is a phase, a part of a fetch a stage
+            word = "phase" if name == "stage" and where.role == "main" and where.loader is None else name
+            parts.append(f"{word} {value}")
     if where.pid is not None:
         parts.append(f"pid {where.pid}")
     if where.host is not None:

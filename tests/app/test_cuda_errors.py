@@ -115,6 +115,13 @@ def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_pat
     assert "training process" in trace_names(processes)
 
 
+def test_overview_of_a_run_that_died_of_a_gpu_begins_with_its_memory(monkeypatch, tmp_path):
+    unpack("out-of-memory", tmp_path)
+    names = [trace_names(figure) for figure in figures(open_view(monkeypatch, tmp_path, "overview"))]
+    assert names[0][:3] == ["reserved", "allocated", "used, all processes"]
+    assert len(names) == 3
+
+
 def test_last_minute_ends_at_the_error_even_if_records_go_on(monkeypatch, tmp_path, leaking_run):
     def sampled_later(records):
         later = records[-1:].copy()

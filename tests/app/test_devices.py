@@ -259,7 +259,7 @@ def test_memory_account_of_a_gpu_adds_up_to_the_drivers_figure(monkeypatch, tmp_
     assert now[names].tolist() == [size(part) for part in parts]
     assert (now["GPU"], now["Total"]) == ("GPU 0", size(steady_gauges["used_bytes"]))
     assert now["When"].startswith("last, ")
-    assert now["Of capacity"] == percent(steady_gauges["used_bytes"] / steady_gauges["total_bytes"])
+    assert now["Share of capacity"] == percent(steady_gauges["used_bytes"] / steady_gauges["total_bytes"])
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_live_run_has_no_end_time_or_exit_columns(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     labels = [metric.label for metric in at.metric]
-    assert "So far" in labels
+    assert "Running for" in labels
     assert not {"Duration", "Ended with"} & {*labels}
     table = at.dataframe[0].value
     assert table["Last seen"].str.fullmatch(r"\d+\.\d s ago").all()

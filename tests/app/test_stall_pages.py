@@ -82,7 +82,7 @@ def test_headline_refers_to_the_finding_below():
         limited_by="oversubscribed",
     )
     headline = headline_of(recent_of(), crowded)
-    assert "over the last 200 batches; over the whole run its batches were made in time" in headline
+    assert "over the last 200 batches, but over the whole run its batches were made in time" in headline
     assert headline.endswith("see compute-bound (oversubscribed) below.")
     assert "keeps up" not in headline
     assert headline_of(recent_of(), info("epoch-refill", "?")).endswith(
@@ -131,7 +131,7 @@ def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch
     at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
     assert "Until then, set num" in texts(at)
     assert (
-        "No prediction for other settings: the replay takes workers for equally fast, and worker 1 is slower."
+        "No prediction for other settings: the replay assumes equally fast workers, and worker 1 is slower."
         in texts(at)
     )
     assert not at.slider

@@ -88,7 +88,7 @@ def test_every_host_limit_is_shown_with_its_capacity(monkeypatch, homes):
 
 def test_killed_run_begins_with_findings_and_links_to_evidence(monkeypatch, homes):
     at = open_view(monkeypatch, homes["killed"], "overview")
-    assert "more, below." in texts(at)
+    assert "more finding" in texts(at)
     said = texts(at)
     assert "**killed**" in said
     assert "warning: copy-on-read-growth" in said
@@ -164,13 +164,13 @@ def test_sliders_change_the_forecast(monkeypatch, tmp_path):
 
 def test_stage_table_has_the_wait_and_the_target_per_batch(monkeypatch, homes):
     at = open_view(monkeypatch, homes["slow-worker"], "pipeline_stages")
-    assert "The training waits 23% of its time" in texts(at)
+    assert "Training waits 23% of its time" in texts(at)
     table = at.dataframe[0].value.set_index("Stage")
     assert table.loc["decode", "Per batch"] == "124 ms"
     assert table.loc["decode", "Target per batch"] != "—"
     assert table.loc["collate", "Calls"] == "400"
     healthy = open_view(monkeypatch, homes["healthy"], "pipeline_stages")
-    assert "None: the training waits 0.5%" in texts(healthy)
+    assert "None: training waits only 0.5%" in texts(healthy)
 
 
 def test_workers_are_inline_only_if_their_loader_is_known(monkeypatch, homes, tmp_path):
@@ -233,7 +233,7 @@ def test_gpu_memory_page_shows_account_segments_and_allocation_sites(monkeypatch
     assert trace_names(segments) == ["free", "in use"]
     account, sites = (table.value for table in at.dataframe)
     at_peak = account.iloc[0]
-    assert at_peak[["GPU", "Allocated", "Total", "Of capacity"]].tolist() == [
+    assert at_peak[["GPU", "Allocated", "Total", "Share of capacity"]].tolist() == [
         "GPU 0",
         size(peak),
         size(total),
@@ -294,7 +294,7 @@ def test_charts_show_single_steps_and_batches_of_a_short_focus(monkeypatch, home
         overview = open_view(monkeypatch, homes["killed"], "overview", **query)
         stalls = open_view(monkeypatch, homes["killed"], "worker_stalls", **query)
         kinds[words] = {name for at in (overview, stalls) for each in figures(at) for name in trace_names(each)}
-    groups = {"step, median", "step, 95th percentile", "wait, median", "wait, 95th percentile"}
+    groups = {"rest of the step", "step, 95th percentile", "wait, median", "wait, 95th percentile"}
     assert groups <= kinds[""]
     assert {"step", "wait"} <= kinds["20-30"]
     assert not groups & kinds["20-30"]
@@ -377,7 +377,7 @@ def test_agent_health_and_the_card_tell_the_same_memory_of_the_collector(monkeyp
     at = open_view(monkeypatch, tmp_path, "agent_health")
     private = size(verdict.summary["overhead"]["collector_private_dirty_bytes"])
     assert {metric.label: metric.value for metric in at.metric}["Collector memory"] == private
-    assert at.dataframe[0].value["Private, peak"].tolist() == [private]
+    assert at.dataframe[0].value["Private dirty, peak"].tolist() == [private]
     assert figures(at)[1]["layout"]["yaxis"]["title"]["text"] == "private dirty (MiB)"
 
 

@@ -142,7 +142,7 @@ def test_job_without_torch_says_what_to_install_and_what_works_without(tmp_path)
     [
         (
             ("job", "tour", "--steps", "3"),
-            "No such option '--steps'. Did you mean '--help'?; see tidegauge job tour --help",
+            "No such option '--steps'. Did you mean '--help'? See tidegauge job tour --help",
         ),
         (("job", "--investigate", "tour"), "the tour takes only --port, --home and --no-dashboard"),
         (("demo", "--port", "0"), "0 is not in the range 1<=x<=65535; see tidegauge demo --help"),

@@ -89,12 +89,12 @@ _HANG_ADVICE = {
     ),
     AWAITS_THREAD: Advice(
         text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
-        expected="the line at which the thread stands is the cause",
+        expected="the line that the thread executes is the cause",
     ),
     AWAITS_TASK: Advice(
         text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
         "timeout",
-        expected="the line at which the task stands is the cause",
+        expected="the line that the task executes is the cause",
     ),
     "waiting for the network": Advice(
         text="Set a timeout for that connection, and retry", expected="an exception in place of the hang"
@@ -127,7 +127,7 @@ _OWN_LOCK = Advice(
 )
 _READ_OUTPUT = Advice(
     text="Read the child's output while it runs: use subprocess.run or communicate(), or stdout=subprocess.DEVNULL",
-    expected="its pipe never fills, and it comes to its end",
+    expected="its pipe never fills, and it ends",
 )
 #: Advice while the run goes on.
 _LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
@@ -213,7 +213,7 @@ def of_lost_process(hang: Finding, pids: Sequence[int]) -> Finding:
     advice = Advice(
         text="Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out "
         f"{find}: the kernel for lack of memory (`dmesg`), or a crash in the code that it ran",
-        expected="BrokenProcessPool tells of the loss, in place of a hang",
+        expected="a lost process raises BrokenProcessPool instead of a hang",
     )
     summary = (
         f"{hang.summary} {named} ended just then, and a Pool waits for ever for the task of a process that died."
@@ -263,7 +263,7 @@ OOM_KILL_OF_WORKER = replace(
     advice=(
         Advice(
             text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
-            expected="each worker fewer frees the memory that it held{this_one}",
+            expected="each worker removed frees the memory that it held{this_one}",
         ),
         RAISE_LIMIT,
     ),
@@ -305,11 +305,11 @@ FAULT_ADVICE: Mapping[int | None, Advice] = {
     ),
     SIGBUS: Advice(
         text="Check the room in /dev/shm, and whether a file that is memory-mapped was cut short",
-        expected="each page that is touched exists",
+        expected="every mapped page can be read",
     ),
     SIGILL: Advice(
         text="Install packages that are built for this CPU: one uses an instruction that it lacks",
-        expected="each instruction is known to it (`lscpu`)",
+        expected="the CPU has each instruction (`lscpu` lists them)",
     ),
 }
 WORKER_CRASHED = replace(CRASHED, kind="worker-killed")
@@ -321,7 +321,7 @@ WORKER_KILLED = Death(
         Advice(
             text="Find the sender of the signal in the system log (`journalctl -e`): a job scheduler, an operator, "
             "a memory guard such as earlyoom or systemd-oomd",
-            expected="it names the cause, which is no out-of-memory kill by the kernel; {loss}",
+            expected="it names the cause; the kernel's out-of-memory killer is ruled out; {loss}",
         ),
     ),
 )
@@ -333,7 +333,7 @@ WORKER_EXITED = replace(
         Advice(
             text="Look for sys.exit, exit or os._exit in the dataset, collate_fn and worker_init_fn and in the "
             "libraries that they call, and at the end of the command's own output",
-            expected="an exception in its place names the line; {loss}",
+            expected="an exception instead of the exit names the line; {loss}",
         ),
     ),
     fault="your code",
@@ -345,7 +345,7 @@ KILLED = Death(
         Advice(
             text="Find the sender of the signal in the system log (`journalctl -e`): the job scheduler's time or "
             "memory limit, or an operator",
-            expected="it names the cause, which is no out-of-memory kill by the kernel",
+            expected="it names the cause; the kernel's out-of-memory killer is ruled out",
         ),
     ),
 )

@@ -118,7 +118,7 @@ def _timeout(raised: _Raised) -> Cause:
     longest = peak(floats(fetches, "getitem_ns") + floats(fetches, "collate_ns")) / SECOND_NS
     stacks = Advice(
         text="Run `tidegauge stacks` while the training waits, with a longer timeout",
-        expected="it names the worker that is awaited, and the line in which it stands",
+        expected="it names the awaited worker, and the line that it executes",
     )
     if not math.isfinite(longest):
         return Cause(advice=(stacks,))

@@ -19,10 +19,10 @@ from collector.units import number, plain_text
 _MOST_FINDINGS = 3
 _LOOK = Advice(
     text="Look at the samples that raise it: print their index where the exception is caught",
-    expected="the training leaves nothing out unnoticed",
+    expected="no sample is left out unnoticed",
 )
 _RAISE_ANOTHER = Advice(
-    text="Catch StopIteration where `next()` is called in the dataset, and raise another exception or start anew",
+    text="Catch StopIteration where `next()` is called in the dataset, and raise another exception or start again",
     expected="each epoch has all its batches, or the training ends with an error",
 )
 

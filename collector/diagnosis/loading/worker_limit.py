@@ -212,7 +212,7 @@ def _limit_by_cores(
     if are_free:
         return None, f"{waiting}, although cores are free: a thread that sleeps often waits each time it is woken"
     if in_use < CORES_FILLED * cores:
-        get = f"the run's processes get {number(in_use)} of {number(cores)}"
+        get = f"the run's processes get {number(round(in_use, 2))} of {number(cores)} usable cores"
         return "oversubscribed", f"{waiting} while {get}: other processes use the rest"
     return "oversubscribed", waiting
 

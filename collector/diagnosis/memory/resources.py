@@ -143,7 +143,7 @@ COPIED_PAGES = Resource(
             "objects, in a memory-mapped file or Arrow, or as one serialised buffer with offsets",
             expected="the workers share it: {copied} is saved now, up to {plateau} later",
         ),
-        Advice(text="Until then, use fewer workers", expected="each worker fewer saves up to {worker_less}"),
+        Advice(text="Until then, use fewer workers", expected="each worker removed saves up to {worker_less}"),
     ),
 )
 TENSORS = Resource(
@@ -266,7 +266,7 @@ HOST_MEMORY = Resource(
         _FIX_HOST_GROWTH,
         Advice(
             text="Use fewer workers or a smaller prefetch_factor",
-            expected="each worker fewer frees its private memory and prefetched batches",
+            expected="each worker removed frees its private memory and prefetched batches",
         ),
     ),
     max_headroom_ratio=20.0,  # other programs on the host and warm-up rise too

@@ -262,9 +262,9 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
     the_others = f"worker {others[0].worker}" if is_one else "the others"
     return Finding(
         kind="slow-worker",
-        summary=f"Worker {name} of loader {loop.loader} holds up the training: a batch takes it "
-        f"{duration(worker.fetch_median)}, {number(ratio)} times as long as {the_others} ({duration(usual)}), "
-        f"which {'idles' if is_one else 'idle'} {percent(idle)} of the time; {limit.because}.",
+        summary=f"Worker {name} of loader {loop.loader} holds up the training: its batches take "
+        f"{duration(worker.fetch_median)}, {number(ratio)} times as long as those of {the_others} "
+        f"({duration(usual)}), which {'idles' if is_one else 'idle'} {percent(idle)} of the time; {limit.because}.",
         evidence=(
             *case.waiting_evidence,
             *measurements(fetches, window, worker_fetch_ratio=ratio, worker_idle_ratio=worker.idle_ratio),

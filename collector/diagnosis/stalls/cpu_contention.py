@@ -40,7 +40,7 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     if others and cores_are_free(tables, loop.main[0], *span_ns):
         return []  # it is woken late, as a thread is that sleeps often: no other process takes its core
     by_workers = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
-    facts, in_use = case.facts("main", loss), f"{number(used)} of {number(cores)} usable cores"
+    facts, in_use = case.facts("main", loss), f"{number(round(used, 2))} of {number(cores)} usable cores"
     facts["confidence"] = loss.confidence(_MIN_SAMPLES)
     rank = facts["locus"].rank
     who = "The training process" if rank is None else f"Rank {rank}"

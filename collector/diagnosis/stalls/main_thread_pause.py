@@ -99,9 +99,9 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
             kind="main-thread-pause",
             severity=loss.severity,
             confidence=loss.confidence(_MIN_PAUSES),
-            summary=f"Every {every} steps the training pauses for {duration(pause_seconds)} ({phase} phase; a step "
-            f"takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, {percent(loss.ratio)} "
-            "of the run.",
+            summary=f"Every {every} steps training pauses for {duration(pause_seconds)} (phase {phase}; a step "
+            f"takes {duration(usual / 1e9)} without data wait). That costs {duration(seconds)}, "
+            f"{percent(loss.ratio)} of the run.",
             locus=_locus(steps, main, phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(

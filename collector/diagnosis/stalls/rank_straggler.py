@@ -30,11 +30,11 @@ _MIN_SAMPLES = 3
 _MATCHED_RATIO = 0.5  # share of the lateness that the others must wait, or that explains it by one phase
 #: Phases of a step outside the backward pass, and the reason if they make a rank late.
 _PHASES = {
-    "data_wait": "it waits for its data",
-    "h2d": "its copies to the device take longer",
-    "forward": "its forward pass takes longer",
-    "optimizer": "its optimizer takes longer",
-    "other": "it does something between its phases",
+    "data_wait": "It waits for its data",
+    "h2d": "Its copies to the device take longer",
+    "forward": "Its forward pass takes longer",
+    "optimizer": "Its optimizer takes longer",
+    "other": "It does something between its phases",
 }
 _HOST_PHASES = ("data_wait", "h2d")
 
@@ -96,9 +96,9 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             kind="rank-straggler",
             severity=loss.severity,
             confidence=loss.confidence(_BLOCK_STEPS),
-            summary=f"The other ranks wait for rank {rank}: by itself it takes {duration(lateness.seconds)} longer "
-            f"per step, and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are "
-            f"summed; {why}{_use_words(use)}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
+            summary=f"The other ranks wait for rank {rank}: it takes {duration(lateness.seconds)} longer per step, "
+            f"and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are summed. "
+            f"{why}{_use_words(use)}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
             locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
             since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
             evidence=loss.evidence(
@@ -161,10 +161,8 @@ def _use_words(use: _Use | None) -> str:
     if use is None:
         return ""
     if use.name == "idle":
-        return (
-            ", and for most of this time it neither computes nor waits for a core: it sleeps, or waits for a file, \
-the network or a lock"
-        )
+        return ". Most of that time it neither computes nor waits for a core: it sleeps, or waits for a file, the \
+network or a lock"
     return f": it computes for {percent(use.cpu)} of this time and waits for a core for {percent(use.run_queue)}"
 
 

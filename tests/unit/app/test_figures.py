@@ -119,7 +119,7 @@ def _charts():
         ("stages", ("share of time (%)", "worker (id)")),
         ("causes", ("share of time (%)", "worker (id)")),
         ("heat", ("elapsed (s)", "worker (id)")),
-        ("lanes", ("time in the window (ms)", "")),
+        ("lanes", ("time (ms)", "")),
         ("waits by worker", ("worker (id)", "wait (ms)")),
         ("costs", ("time per batch (ms)", "")),
         ("exposed", ("waited for (s)", "")),
@@ -250,9 +250,9 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
 
 def test_a_short_run_whose_collector_never_lagged_has_no_words_on_lag():
     lines = {"interval": _lines([1.0, 1.0]), "lag": _lines([])}
-    assert samples.collector_timing(lines, LIGHT).caption == "Longest interval 1 s of 2 samples."
+    assert samples.collector_timing(lines, LIGHT).caption == "Longest interval 1 s (n = 2)."
     lines["lag"] = _lines([4.0])
-    assert "longest lag 4 s of 1 sample. The lag falls" in samples.collector_timing(lines, LIGHT).caption
+    assert "longest lag 4 s (n = 1). The lag rises until" in samples.collector_timing(lines, LIGHT).caption
 
 
 def test_line_has_a_gap_where_samples_are_missing():

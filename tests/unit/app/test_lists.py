@@ -3,11 +3,13 @@
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from app import pages
-from app.blocks import evidence_page
+from app.blocks import evidence_page, name_width
 from app.pages import PAGES
 from collector.findings import KINDS, Finding, Locus, Rate, measurements
 from training_harness.jobs.faults import FAULTS
@@ -85,6 +87,21 @@ def test_an_end_is_also_on_the_page_that_would_call_its_subject_fine(kind, path)
     assert [one.path for one in PAGES if has_finding(one, end)].count(path) == 1
 
 
+def test_leak_timeline_begins_with_the_leak_even_if_the_run_died_of_it():
+    evidence = measurements(1, "run", first_count=1, second_count=1)
+    end, leak = (
+        Finding(kind=kind, severity=severity, confidence=1.0, summary="", evidence=evidence)
+        for kind, severity in (("host-oom-kill", "critical"), ("main-heap-leak", "warning"))
+    )
+    verdict = SimpleNamespace(findings=(end, leak))
+    kinds = {
+        page: [finding.kind for finding in importlib.import_module(f"app.views.{page}").VIEW.findings_of(verdict)]
+        for page in ("overview", "leak_timeline")
+    }
+    assert kinds["overview"] == ["host-oom-kill", "main-heap-leak"]
+    assert kinds["leak_timeline"] == ["main-heap-leak", "host-oom-kill"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
 def test_a_page_has_a_section_with_its_question(page):
     view = importlib.import_module(f"app.views.{page.module}").VIEW
@@ -92,3 +109,9 @@ def test_a_page_has_a_section_with_its_question(page):
     assert view.name == page.path
     assert f"## {page.title}" in lines
     assert any(line.startswith(f"| [{page.title}](#") and f"| {view.question} |" in line for line in lines)
+
+
+def test_names_in_a_table_of_many_columns_get_the_room_that_they_need():
+    short, long = (pd.DataFrame({"Stage": [name], **dict.fromkeys("abcdef", "1")}) for name in ("read", "x" * 30))
+    assert name_width(short)["Stage"] < name_width(long)["Stage"]
+    assert name_width(long[["Stage", "a"]]) == {}  # the columns of a small table share its width

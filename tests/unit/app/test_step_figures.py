@@ -51,10 +51,7 @@ def test_caption_names_each_point_above_the_axis():
 def test_point_of_several_steps_has_an_approximate_step():
     chart = steps.split(_steps(slow=(1,), n=12), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 15)
-    assert (
-        "Line and band: median and 95th percentile of up to 12 steps. Slowest: 1 s, after about 12 steps."
-        in chart.caption
-    )
+    assert "Areas: means of up to 12 steps. Slowest: 1 s, after about 12 steps." in chart.caption
     assert "Above it: 1 of 400 points (1 s, after about 12 steps)." in chart.caption
 
 
@@ -79,34 +76,32 @@ def test_axis_is_not_cut_if_a_short_run_is_slow():
     assert chart.figure.layout.yaxis.range is None
 
 
-def test_band_reaches_from_the_median_to_the_95th_percentile():
+def test_band_reaches_from_the_mean_to_the_95th_percentile():
     chart = _compare(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
-    median, band, *_ = chart.figure.data
+    mean, band, *_ = chart.figure.data
     assert [trace.name for trace in chart.figure.data] == [
         "a",
         "a, 95th percentile",
         "b",
         "b, 95th percentile",
     ]
-    assert (band.fill, band.legendgroup, band.showlegend) == ("tonexty", median.legendgroup, False)
-    assert median.line.color == DARK.series[0]
-    assert band.fillcolor != median.line.color
+    assert (band.fill, band.legendgroup, band.showlegend) == ("tonexty", mean.legendgroup, False)
+    assert mean.line.color == DARK.series[0]
+    assert band.fillcolor != mean.line.color
     assert list(band.y[50:90]) == [1000] * 40
-    assert list(median.y) == [10] * 400
-    assert list(median.customdata) == [12] * 400
-    assert "Line and band: median and 95th percentile of up to 12 steps." in chart.caption
+    assert set(mean.y[:50]) == {10.0}
+    assert set(mean.y[50:90]) == {92.5}  # one of twelve steps takes 1 s
+    assert list(mean.customdata) == [12] * 400
+    assert "Line and band: mean and 95th percentile of up to 12 steps." in chart.caption
 
 
-def test_each_of_few_steps_is_a_point_and_groups_are_a_line_with_a_band():
+def test_each_of_few_steps_is_a_point_and_groups_are_areas_that_add_up_to_the_mean_step():
     wait, step = steps.split(_steps(count=40), LIGHT).figure.data
     assert (wait.name, step.name, step.mode) == ("data wait", "step", "markers")
-    wait, median, band = steps.split(_steps(count=40, n=12), LIGHT).figure.data
-    assert [each.name for each in (wait, median, band)] == [
-        "data wait, mean",
-        "step, median",
-        "step, 95th percentile",
-    ]
-    assert (median.mode, band.fill) == ("lines", "tonexty")
+    wait, rest, high = steps.split(_steps(count=40, n=12), LIGHT).figure.data
+    assert [each.name for each in (wait, rest, high)] == ["data wait", "rest of the step", "step, 95th percentile"]
+    assert wait.stackgroup == rest.stackgroup
+    assert list(wait.y + rest.y) == [10.0] * 40
 
 
 def test_no_band_is_drawn_if_each_step_is_a_point():

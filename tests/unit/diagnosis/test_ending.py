@@ -108,7 +108,7 @@ def test_checkpoints_of_the_last_minute_alone_are_listed():
 
 def test_epochs_of_the_last_minute_are_named_as_on_the_axis():
     script = simulate(
-        workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20, epochs=4, loader=2
+        workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20, epochs=5, loader=2
     )
     script.events = [
         {**event, "variable": "train_loader"} if event["kind"] == "loader" else event for event in script.events
@@ -118,9 +118,10 @@ def test_epochs_of_the_last_minute_are_named_as_on_the_axis():
     script.event(end, "command-exit", exit_status=1, command_pid=MAIN[1])
     told = texts(diagnose(script.tables()))
     assert [text for text in told if "poch" in text] == [
-        f"Epoch {epoch} of loader 2 (train_loader) began." for epoch in (1, 2, 3)
+        f"Epoch {epoch} of loader 2 (train_loader) began."
+        for epoch in (2, 3, 4)  # the last three
     ]
-    assert any(text == "The last of 80 steps ended." for text in told)
+    assert any(text == "The last of 100 steps ended." for text in told)
 
 
 def test_uncaught_exception_is_the_reason_and_its_time_is_the_end_of_the_victim():

@@ -66,7 +66,7 @@ def test_full_cores_explain_a_slow_worker_only_if_it_waits_for_them_longer_than_
 def test_slow_worker_is_compared_with_the_other_one_by_name():
     run = {"workers": 2, "prefetch": 2, "consumer": jittered(0.01), "batches": 200}
     (found,) = verdict(service=per_worker([0.02, 0.1], 0.1), **run)
-    assert "times as long as worker 0 (" in found.summary
+    assert "times as long as those of worker 0 (" in found.summary
     assert "which idles" in found.summary
     assert found.advice[-1].text == "Until then, set num_workers=4"
     assert found.advice[-1].expected == "worker 1 makes one batch in 4 instead of one in 2"

@@ -130,6 +130,11 @@ def test_an_estimate_whose_interval_has_the_limit_is_not_judged():
         assert judge_budget(budget, {"min_throughput": figure})[0].status == status
 
 
+def test_a_share_just_beyond_its_limit_is_not_rounded_to_it():
+    (judged,) = judge_budget(Budget.of({"max_data_wait": "10 %"}), {"max_data_wait": figures.Figure(value=0.1034)})
+    assert judged.sentence == "Data wait is 10.34%, more than the 10% that max_data_wait allows."
+
+
 def test_interval_of_a_ratio_covers_the_truth():
     generator = np.random.default_rng(1)
     covered = 0

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from collector.diagnosis.checks import Check
+from collector.diagnosis.ending import Ending, ExitRecord, Happening
 from collector.diagnosis.verdict import Verdict
-from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine
+from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine, measurements
 from collector.report import card as report, wording
 
 MIB, GIB = 2**20, 2**30
@@ -145,7 +146,7 @@ def test_card_has_the_run_its_findings_and_the_next_command():
     assert "1.9 GiB" in text
     assert "worker 1 of loader 0, rank 0 · after 14 steps · confidence 97%" in text
     assert "fetch time / that of the others" in text
-    assert "2.94x" in text
+    assert "2.94×" in text
     assert "n = 300, steps 20-1200" in text
     assert "38 ms" in text
     assert "Checked and fine: open files." in text
@@ -456,3 +457,43 @@ def test_card_with_an_unhealthy_finding_has_no_all_clear():
     slow = dataclasses.replace(HEALTHY, kind="workers-too-slow")
     assert "Nothing needs attention" in card(calm)
     assert "Nothing needs attention" not in card(dataclasses.replace(calm, findings=(HEALTHY, slow)))
+
+
+@pytest.mark.parametrize(("kind", "severity"), [("cannot-tell", "info"), ("crashed", "critical")])
+def test_a_command_that_fails_at_once_has_a_short_card(kind, severity):
+    early = Finding(
+        kind=kind,
+        severity=severity,
+        confidence=1.0,
+        summary="The command failed. No training was seen.",
+        evidence=measurements(1, "run", exit_status=2, last_rss_bytes=1),
+    )
+    ended = Ending(
+        record=ExitRecord(reason="not known", exit_status=2, seconds=0.1),
+        happenings=(Happening(seconds=0.0, text="The command ended: exit status 2."),),
+    )
+    early_end = verdict(early, status="failed", exit_status=2, steps=0, batches=0, ending=ended)
+    text = card(early_end)
+    assert "No training was seen" in text
+    assert not any(words in text for words in ("No warnings", "Reason", "last 60 s", "Not judged", "Checked"))
+    assert "The command ended: exit status 2." in card(early_end, verbose=True)
+
+
+def test_a_run_that_was_stopped_has_no_last_minute():
+    stopped = Finding(
+        kind="killed",
+        severity="info",
+        confidence=1.0,
+        summary="The training process ended by SIGINT.",
+        evidence=measurements(1, "run", exit_status=-2, farewell_count=1),
+    )
+    ended = Ending(
+        record=ExitRecord(reason="killed", exit_status=-2, seconds=0.1),
+        happenings=(Happening(seconds=-1.0, text="The last of 1,200 steps ended."),),
+    )
+    by_user = verdict(SLOW_WORKER, stopped, status="killed", exit_status=-2, ending=ended)
+    text = card(by_user)
+    assert "SIGINT" in text
+    assert "last 60 s" not in text
+    assert "Not judged" in text
+    assert "last 60 s" in card(by_user, verbose=True)

@@ -95,9 +95,10 @@ def test_job_names_match_the_existing_jobs():
     ("arguments", "said"),
     [
         (["bogus"], "No such command 'bogus'; see tidegauge --help"),
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'? See tidegauge --help"),
         (["run"], "Missing argument 'COMMAND...'; see tidegauge run --help"),
         (["run", "--nmae", "x", "--", "true"], "No such option '--nmae'"),
-        (["tune", "--trail-seconds", "3", "--", "true"], "Did you mean one of: '--trial-seconds', '--trials'?"),
+        (["tune", "--trail-seconds", "3", "--", "true"], "Did you mean one of: '--trial-seconds', '--trials'? See"),
         (["run", "--tag", "color", "--", "true"], "'color' is not of the form KEY=VALUE"),
         (
             ["run", "--on-hang", "--", "true"],
@@ -116,7 +117,7 @@ def test_job_names_match_the_existing_jobs():
         (["tune", "--trials", "--", "true"], "'--' is not a valid integer range"),
         (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
         (["run", "--interval", "1000", "--", "true"], "1000"),
-        (["compare", "latest"], "two to 4 runs can be compared, not 1"),
+        (["compare", "latest"], "give two to four runs to compare, not 1"),
         (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of samples"),
         (["watch", "99999999"], "no process 99999999 runs here; `pgrep -f train.py`"),
         (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
@@ -127,7 +128,7 @@ def test_job_names_match_the_existing_jobs():
         (["report", "--home", "/dev/null/x"], "/dev/null/x"),
         (
             ["job", "nope"],
-            "'nope' is not one of 'images', 'diabetes', 'accumulate', 'dataparallel', 'ddp', 'fault', 'tour'",
+            "'NAME': 'nope' is not one of 'images', 'diabetes', 'accumulate', 'dataparallel', 'ddp', 'fault',",
         ),
         (["job", "images", "--home"], "Option '--home' requires an argument; see tidegauge job --help"),
         (["dashboard", "--port", "99999"], "99999 is not in the range 1<=x<=65535"),

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from collector.findings import Locus
-from collector.report.stack_listing import as_json, stack_lines
+from collector.report.stack_listing import as_json, heading, stack_lines
 from collector.report.terminal import Terminal
 from collector.stacks import Frame, folded, group, stacks_of, wait_words
 
@@ -48,6 +48,13 @@ def test_native_frames_are_shown_by_library_and_are_not_the_users_own():
     assert [one.is_own for one in groups[0].frames] == [False, True, False]
     text = "\n".join(line.plain for line in stack_lines(groups))
     assert "GOMP_parallel  libgomp.so.1" in text
+
+
+def test_threads_of_one_name_are_counted():
+    feeder = {"thread_name": "QueueFeederThread", "frames": [*IDLE]}
+    dump = [{"thread_id": number, "os_thread_id": number, **feeder} for number in (1, 2)]
+    (alike,) = group(stacks_of(dump, Locus(pid=1), {}))
+    assert heading(alike).startswith("2 × pid 1, thread QueueFeederThread")
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def printed(rows: list[tuple[str, str, str]], way: str, **options) -> list[str]:
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def narrow(shown: Table) -> list[str]:
+def narrow(shown: Table, width: int = 80) -> list[str]:
     stream = io.StringIO()
-    Terminal(file=stream, width=80).print_table(shown)
+    Terminal(file=stream, width=width).print_table(shown)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
@@ -91,6 +91,8 @@ def test_a_run_has_one_line_of_80_columns_in_the_list():
     entries = [ListEntry(run_id=ids[i], status="finished", result=result) for i, result in enumerate(results)]
     _, leaking, healthy = narrow(run_table(entries))
     assert leaking.split(maxsplit=3)[3].endswith("▲ copy-on-read-growth")
+    _, first, *_ = narrow(run_table(entries), width=60)
+    assert first.startswith(f"{ids[0]} finished 1,600 71 s ▲")  # the finding is cut, the rest is whole
     assert healthy.endswith("nothing needs attention")
 
 

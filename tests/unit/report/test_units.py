@@ -41,7 +41,7 @@ def test_missing_value_is_a_dash_not_zero(write, missing):
         (-3 * 2**20, "bytes/step", "-3 MiB/step"),
         (0.0, "ratio", "0%"),
         (0.012, "ratio", "1.2%"),
-        (2.9, "ratio", "2.9x"),
+        (2.9, "ratio", "2.9×"),
         (0.0000123, "seconds", "12.3 µs"),
         (48, "seconds", "48 s"),
         (200, "s", "3 min 20 s"),
@@ -69,7 +69,7 @@ def test_quantities_have_fitting_units(value, unit, words):
         (1023.7 * 2**20, "bytes", "1 GiB"),
         (1023.4 * 2**20, "bytes", "1023 MiB"),
         (1023.7, "bytes", "1 KiB"),
-        (1234.5, "ratio", "1,234x"),
+        (1234.5, "ratio", "1,234×"),
         (0.0996, "ratio", "10%"),
     ],
 )
