@@ -32,7 +32,9 @@ from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import (
     DISABLED_VARIABLE,
     MEMORY_HISTORY_VARIABLE,
+    CARD,
     RUN_ID,
+    FOR_TRAINING,
     RUN_ID_VARIABLE,
     STAGES_VARIABLE,
     STORE_VARIABLE,
@@ -40,6 +42,7 @@ from training_harness.layout import (
     WORKERS_VARIABLE,
 )
 
+    replace_file,
 if TYPE_CHECKING:
     from collector.agent.launch import RunOutcome
     from collector.agent.live.before_oom import BeforeOom
@@ -307,10 +310,9 @@ def collect(
         )
     verdict = _judge_and_publish(run, outlets)
     if card:
-        from collector.agent.live.notebook_card import write_card
         from collector.report.html import verdict_card
 
-        write_card(run.path, verdict_card(verdict, run_id=run.run_id, name=run.name))
+        replace_file(run.path / CARD, verdict_card(verdict, run_id=run.run_id, name=run.name), FOR_TRAINING)
     click.echo(
         f"{run.run_id}: all records are stored; {verdict.status}, {counted(verdict.steps, 'step')}", err=True
     )
