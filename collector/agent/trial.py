@@ -5,7 +5,6 @@ The training gets its own process group, so that all its processes end together.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -25,7 +23,6 @@ from collector.agent.samplers.procfs import LocalProcess
 from collector.diagnosis import RunTables, diagnose, load_tables
 from collector.diagnosis.loading import Loop, loops
 from collector.errors import TidegaugeError, one_line
-from collector.findings import finite
 from collector.store import Run
 from training_harness.journal import start_ticks
 from training_harness.layout import TRIAL_LOADER_VARIABLE, TRIAL_VARIABLE, create_run
@@ -244,8 +241,3 @@ def _training_error(tables: RunTables) -> str:
     """Return the exception that ended the training; empty if none. It may be recorded before the process ends."""
     events = tables.events_of("exception")
     return one_line(f"the training failed: {events[-1]['type']}: {events[-1]['message']}") if events else ""
-
-
-def json_text(facts: Mapping[str, Any]) -> str:
-    """Return the results of trials as JSON (docs/cli.md); an unknown value is null."""
-    return json.dumps(finite({"schema": 1, **facts}), indent=1, allow_nan=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.dashboard import DashboardServer, port_option, show_way
+from collector.commands.dashboard import DashboardServer, show_way
 from collector.commands.options import (
     NO_LIVE_OPTIONS,
     PASS_ON,
@@ -24,25 +24,27 @@ from collector.commands.options import (
     investigate_option,
     made_by,
     outlet_options,
+    port_option,
     require_value,
     run_options,
+    say,
 )
 from collector.commands.report import judge, render_html, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import (
-    DISABLED_VARIABLE,
-    MEMORY_HISTORY_VARIABLE,
     CARD,
-    RUN_ID,
+    DISABLED_VARIABLE,
     FOR_TRAINING,
+    MEMORY_HISTORY_VARIABLE,
+    RUN_ID,
     RUN_ID_VARIABLE,
     STAGES_VARIABLE,
     STORE_VARIABLE,
     WORKERS_AUTO,
     WORKERS_VARIABLE,
+    replace_file,
 )
 
-    replace_file,
 if TYPE_CHECKING:
     from collector.agent.launch import RunOutcome
     from collector.agent.live.before_oom import BeforeOom
@@ -157,7 +159,7 @@ def run(
     )
     lacked_memory = verdict is not None and any(finding.kind == "host-oom-kill" for finding in verdict.findings)
     if attempt < restarts and outcome.exit_status and lacked_memory:
-        click.echo(f"tidegauge: killed for lack of memory; restart {attempt + 1} of {restarts}", err=True)
+        say(f"killed for lack of memory; restart {attempt + 1} of {restarts}")
         os.environ[ATTEMPT_VARIABLE] = str(attempt + 1)
         # A new process, since everything in this one belongs to the run that ended.
         os.execv(sys.executable, sys.orig_argv)
@@ -255,8 +257,7 @@ def watch(
     from collector.store import living_processes
 
     def announce(run: Run) -> None:
-        text = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
-        click.echo(text, err=True)
+        say(f"watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process")
 
     outlets = _open_outlets(live)
     run = watch_process(
@@ -265,7 +266,7 @@ def watch(
     show_card(run, _judge_and_publish(run, outlets), home=home, to_stderr=True)
     process = run.manifest["command"]
     if living_processes(run, [(process["host"], process["pid"], process["start_ticks"])]):
-        click.echo(f"tidegauge: the watch is over; process {pid} goes on", err=True)
+        say(f"the watch is over; process {pid} goes on")
     _close(outlets)
 
 
@@ -365,7 +366,7 @@ def _run(
 
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
-            click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
+            say(f"no verdict on {outcome.run.run_id} ({reason})")
     _close(outlets)
     return outcome, verdict
 
@@ -402,7 +403,7 @@ def _open_outlets(
         is_regular=is_regular,
     )
     if live.prometheus is not None:
-        click.echo(f"tidegauge: metrics at {prometheus.serve(live.prometheus, outlets.view)}", err=True)
+        say(f"metrics at {prometheus.serve(live.prometheus, outlets.view)}")
     return outlets
 
 
