@@ -111,7 +111,6 @@ class View:
     """The state of a run at one moment, for the metrics.
 
     Attributes:
-        host: host of the collector.
         samples: stream -> its newest samples; those of `process` include the newest smaps reading of each process.
         findings: findings of the last verdict; None before the first.
         verdict_seconds: Unix time of that verdict.

@@ -282,10 +282,6 @@ def read_memory(levels: Levels, binding: tuple[int, str] | None) -> Sample | Non
     The number of kills is known without a limit too: then it counts those in the process's own group. Version 1
     does not report reclaimable slab.
 
-    Args:
-        levels: groups of the memory controller.
-        binding: the limit that binds, as `find_binding` returns it.
-
     Returns:
         None if the process's own group is gone.
     """

@@ -335,7 +335,6 @@ class Candidate:
     """A process that could be read now.
 
     Attributes:
-        key: the process.
         age_seconds: time since its last reading, or since it was first seen.
         cost_ns: expected CPU time of the reading.
         growth_ratio: growth per second, as a share of the process's size or of the headroom, whichever is smaller;

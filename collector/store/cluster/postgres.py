@@ -84,8 +84,7 @@ class Address:
     """The address of the shared store that the environment names.
 
     Attributes:
-        conninfo: libpq connection string of the database, without the password.
-        password: password from the URL, if it has one.
+        conninfo: libpq connection string of the database, without the password of the URL.
         data: the folder or `s3://` prefix of all runs, with a slash at its end.
     """
 

@@ -58,15 +58,10 @@ def stored_runs(home: Path) -> list[StoredRun]:
 
 
 def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int | None) -> list[StoredRun]:
-    """Return the runs that exceed the number or the size to keep, the oldest first.
+    """Return the runs that exceed the number or the size to keep; like `stored`, the oldest first.
 
     A run with a reason to keep it counts, and stays. The result has it only if its age alone would delete it.
     Trials of `tidegauge tune` do not count: those older than the oldest run to keep are in the result.
-
-    Args:
-        stored: all runs, the oldest first.
-        keep: number of newest runs to keep.
-        max_bytes: size of all runs together to keep.
     """
     excess = list(stored[: _oldest_kept(stored, keep)]) if keep is not None else []
     deleted_bytes = sum(run.size_bytes for run in excess if not run.keep_reason)
