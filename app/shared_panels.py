@@ -11,7 +11,7 @@ import pandas as pd
 from app.blocks import Block, Note
 from app.figures import memory
 from app.figures.devices import device_names, select_devices
-from app.runtime.moment import Moment
+from app.runtime.moment import Moment, once
 from collector.store import queries
 
 #: Number of processes whose open files are drawn, and of GPUs that one refresh draws.
@@ -37,12 +37,9 @@ class Gpu:
 DrawGpu = Callable[[Moment, Gpu], Iterator[Block]]
 
 
+@once
 def gpus(moment: Moment) -> list[Gpu]:
     """Return all GPUs of the run."""
-    return moment.once("gpus", lambda: _read_gpus(moment))
-
-
-def _read_gpus(moment: Moment) -> list[Gpu]:
     table = queries.devices(moment.snapshot)
     errors = queries.cuda_errors(moment.snapshot, moment.span)
     return [
@@ -51,12 +48,9 @@ def _read_gpus(moment: Moment) -> list[Gpu]:
     ]
 
 
+@once
 def drawn_gpus(moment: Moment) -> tuple[list[Gpu], str]:
     """Return the GPUs that are drawn, and a sentence that says so if these are not all."""
-    return moment.once("drawn gpus", lambda: _select_gpus(moment))
-
-
-def _select_gpus(moment: Moment) -> tuple[list[Gpu], str]:
     all_gpus = gpus(moment)
     if not all_gpus:
         return [], ""
