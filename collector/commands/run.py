@@ -6,8 +6,9 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,18 +146,15 @@ def run(
     if restarts:
         os.environ[ATTEMPT_VARIABLE] = str(attempt)
         tags = {"attempt": str(attempt), **tags}
-    outcome, verdict = _run(
-        command,
-        home=home,
-        live=live,
+    open_outlets = partial(
+        _open_outlets,
+        live,
         investigate=investigate,
         hangs=on_hang,
         before_oom=before_oom,
         sets_workers=workers is not None,
-        name=name,
-        tags=tags,
-        interval_seconds=interval,
     )
+    outcome, verdict = _run(command, open_outlets, home=home, name=name, tags=tags, interval_seconds=interval)
     lacked_memory = verdict is not None and any(finding.kind == "host-oom-kill" for finding in verdict.findings)
     if attempt < restarts and outcome.exit_status and lacked_memory:
         say(f"killed for lack of memory; restart {attempt + 1} of {restarts}")
@@ -209,9 +207,8 @@ def job(
     with DashboardServer(home, port) if serves else nullcontext() as server:
         if server is not None:
             server.await_ready()
-        outcome, verdict = _run(
-            command, home=home, live=live, investigate=investigate, name=title, discards=BAD_INPUT
-        )
+        open_outlets = partial(_open_outlets, live, investigate=investigate)
+        outcome, verdict = _run(command, open_outlets, home=home, name=title, discards=BAD_INPUT)
         if outcome.run is not None and verdict is not None:
             show_way([(outcome.run, verdict)], home, port, is_served=server is not None)
         if server is not None and outcome.exit_status not in ENDED_BY_USER:
@@ -322,13 +319,9 @@ def collect(
 
 def _run(
     command: Sequence[str],
+    open_outlets: Callable[[], Outlets | None],
     *,
     home: Path,
-    live: LiveOptions,
-    investigate: bool,
-    hangs: HangReports | None = None,
-    before_oom: BeforeOom | None = None,
-    sets_workers: bool = False,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -345,11 +338,7 @@ def _run(
         from collector.store import store_address
 
         store_address()  # A wrong setting is reported before the command starts.
-    outlets = None
-    if not disabled:
-        outlets = _open_outlets(
-            live, investigate=investigate, hangs=hangs, before_oom=before_oom, sets_workers=sets_workers
-        )
+    outlets = None if disabled else open_outlets()
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
