@@ -204,8 +204,7 @@ class Agent:
     def finish(self) -> bool:
         """Sample once more, give orphans a moment, record those left running, ingest everything and close.
 
-        Returns:
-            Whether everything is in the lake; the rest waits in the journals.
+        Return whether everything is in the lake; the rest waits in the journals.
         """
         self._sample(self._clock_ns())
         if self._outlets is not None:
@@ -367,10 +366,8 @@ def collect(run: Run, *, interval_seconds: float, outlets: Outlets | None = None
     """Resume an abandoned run: ingest everything, and follow its living processes until they end.
 
     A run of another host, or of this one before its last boot, is only ingested: its clock is not
-    this machine's. Ctrl-C stops following and leaves the run to be resumed again.
-
-    Returns:
-        Whether every record of the journals is in the lake.
+    this machine's. Ctrl-C stops following and leaves the run to be resumed again. Return whether every record of
+    the journals is in the lake.
 
     Raises:
         TidegaugeError: another collector follows the run.

@@ -64,8 +64,7 @@ class ProcessTree:
     def update(self, named: Iterable[LocalProcess]) -> tuple[dict[LocalProcess, Stat], list[LocalProcess]]:
         """Update the tree; `named` processes belong to the run whatever their parents are.
 
-        Returns:
-            The living processes of the run, and its processes that have ended since the last call.
+        Return the living processes of the run, and its processes that have ended since the last call.
         """
         pids = procfs.pids(self._proc)
         alive: dict[LocalProcess, Stat] = {}

@@ -109,10 +109,7 @@ def keep_reason(run: Run) -> str | None:
 
 
 def delete(home: Path, runs: Iterable[Run]) -> dict[Run, str]:
-    """Delete runs of a home, and the rest of deletions that were killed.
-
-    Returns:
-        Run -> reason, for the runs that stay after all.
+    """Delete runs of a home, and the rest of killed deletions; return why some stay after all.
 
     Raises:
         TidegaugeError: something cannot be deleted.
