@@ -106,7 +106,6 @@ class Findings:
     The sentence of the gravest one is left out, since it is the view's answer (`answer`).
 
     Attributes:
-        findings: the findings.
         page: path of the page that they are on; the link of a finding leads to the page that shows its evidence.
         params: the parameters of an address that select the run and its part, for a link opened in a new tab.
     """

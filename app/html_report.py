@@ -24,8 +24,8 @@ from app.blocks import (
     Widget,
 )
 from app.figures.base import Chart
-from app.pages import COMPARE, PAGES, Page
-from app.run_charts import page_moment
+from app.pages import Page
+from app.run_charts import RUN_PAGES, page_moment
 from app.runtime.moment import answer_of, build
 from app.theme import LIGHT
 from collector import report
@@ -68,15 +68,14 @@ def render(run: Run, verdict: Verdict) -> str:
     Raises:
         TidegaugeError: the run cannot be read.
     """
-    pages = [page for page in PAGES if page is not COMPARE]  # which needs several runs
     with read(run) as snapshot:
         reach = queries.extent(snapshot)
-        sections = [_section(page, run, snapshot, reach, verdict) for page in pages] if reach else []
+        sections = [_section(page, run, snapshot, reach, verdict) for page in RUN_PAGES] if reach else []
         problems = snapshot.problems
     nothing = (
         "" if reach else "<p>This run left no records. <code>tidegauge doctor</code> says what works here.</p>"
     )
-    links = "".join(f'<a href="#{page.path}">{page.title}</a>' for page in pages if reach)
+    links = "".join(f'<a href="#{page.path}">{page.title}</a>' for page in RUN_PAGES if reach)
     name = escape(run.run_id)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

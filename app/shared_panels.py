@@ -11,7 +11,7 @@ import pandas as pd
 from app.blocks import Block, Note
 from app.figures import devices, memory
 from app.figures.devices import device_names, select_devices
-from app.runtime.moment import Moment
+from app.runtime.moment import Moment, once
 from collector.findings import Finding
 from collector.store import queries
 
@@ -38,12 +38,9 @@ class Gpu:
 DrawGpu = Callable[[Moment, Gpu], Iterator[Block]]
 
 
+@once
 def gpus(moment: Moment) -> list[Gpu]:
     """Return all GPUs of the run."""
-    return moment.once("gpus", lambda: _read_gpus(moment))
-
-
-def _read_gpus(moment: Moment) -> list[Gpu]:
     table = queries.devices(moment.snapshot)
     errors = queries.cuda_errors(moment.snapshot, moment.span)
     return [
@@ -52,12 +49,9 @@ def _read_gpus(moment: Moment) -> list[Gpu]:
     ]
 
 
+@once
 def drawn_gpus(moment: Moment) -> tuple[list[Gpu], str]:
     """Return the GPUs that are drawn, and a sentence that says so if these are not all."""
-    return moment.once("drawn gpus", lambda: _select_gpus(moment))
-
-
-def _select_gpus(moment: Moment) -> tuple[list[Gpu], str]:
     all_gpus = gpus(moment)
     if not all_gpus:
         return [], ""

@@ -49,7 +49,6 @@ class Collective:
 
     Attributes:
         number: its number among the collectives of its group, from 1.
-        operation: its name, such as `all_reduce`.
         sizes: sizes of the tensors that the rank gives.
         is_complete: True if the rank is through.
         begun_ns: time at which the rank entered it.
@@ -106,7 +105,6 @@ class Dump:
     """The dump of one rank.
 
     Attributes:
-        rank: the rank.
         written_ns: time at which it was written.
         is_whole: True if it goes back to the rank's first collective.
         groups: the last collectives of each group, in order.
@@ -130,8 +128,6 @@ class Standstill:
     """A collective that not all ranks of its group have entered, or in which they do different things.
 
     Attributes:
-        group: the process group.
-        number: its number in the group.
         entered: ranks that have entered it.
         missing: ranks that have not -> the last one that they have entered, None if there is none.
         unknown: ranks of the group without a dump, or whose dump is too old to tell.

@@ -114,8 +114,6 @@ class Stack:
     """The stack of one thread.
 
     Attributes:
-        locus: its process.
-        thread: its name.
         frames: innermost first; a forked process's begin with its own work.
         waits: what it waits for or does, as the kernel tells; None if the kernel does not.
     """

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pandas as pd
 import pytest
+from hypothesis import settings
 from rich.console import Console, RenderableType
 
 from collector import cli
@@ -33,6 +34,10 @@ TRAIN = REPOSITORY / "tests" / "scripts" / "train.py"
 #: The interpreter of the scripts; `make versions` names those with other versions of torch.
 PYTHON = os.environ.get("TIDEGAUGE_TEST_PYTHON", sys.executable)
 WARM_PYTHON = WarmPython(PYTHON)
+
+# An example takes as long as other programs leave it no core.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 # Processes that the tests start would inherit signals that nohup or a background job ignores.
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

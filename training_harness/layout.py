@@ -295,12 +295,24 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
 
 
 def write_manifest(run_dir: Path, manifest: Mapping[str, Any], *, name: str = MANIFEST) -> None:
-    """Replace the manifest atomically: neither a reader nor a kill leaves half of one."""
-    path = run_dir / name
+    """Replace the manifest."""
+    replace_file(run_dir / name, json.dumps(manifest, indent=1))
+
+
+#: Mode of files by which a collector, maybe of another user, speaks to the training.
+FOR_TRAINING = 0o644
+
+
+def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
+    """Replace a file atomically: neither a reader nor a kill leaves half of one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(manifest, stream, indent=1)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
     os.replace(scratch, path)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import pandas as pd
 import streamlit as st
 
-from app.runtime.moment import Moment
+from app.runtime.moment import Moment, once
 from collector.diagnosis.loading import (
     BATCHES,
     Loop,
@@ -52,12 +52,9 @@ class Recent:
         return _forecast((self.run_id, loop.rank, loop.loader), loop)
 
 
+@once
 def recent(moment: Moment) -> Recent | None:
     """Return the loop that a view is about; None if it has yielded no batch in the window."""
-    return moment.once("recent", lambda: _read_recent(moment))
-
-
-def _read_recent(moment: Moment) -> Recent | None:
     rank = moment.span.rank
     if rank is None:
         rank = _longest_waiting((str(moment.run.path), moment.loader, moment.span.is_whole), moment)

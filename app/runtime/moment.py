@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlencode
 
 import pandas as pd
@@ -26,6 +27,7 @@ from collector.store.queries import Extent, Queryable, Span, Window
 from collector.units import MISSING
 
 Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
 #: Window -> its name, in the address too.
 WINDOW_WORDS: dict[Window, str] = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
 
@@ -58,7 +60,7 @@ class Moment:
     """The input of every panel: one run at one moment, and the runs that it is compared with.
 
     `findings` are those of the view, whose path is `page`. `params` are the parameters of an address that select
-    the same on any page.
+    the same on any page. `values` are those that functions made with `once` have computed.
     """
 
     run: Run
@@ -77,7 +79,7 @@ class Moment:
     params: Mapping[str, str]
     focus: tuple[float, float] | None = None
     others: tuple[Moment, ...] = ()
-    _values: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    values: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def run_id(self) -> str:
@@ -118,12 +120,21 @@ class Moment:
         known = frame if frame.empty else frame.loc[:, (frame != MISSING).any()]
         return Table(frame=known, caption=caption, download=f"{self.run_id}-{name}")
 
-    def once(self, name: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return a value that several panels need, computed at the first call."""
-        if name not in self._values:
-            self._values[name] = compute()
-        value: Value = self._values[name]
+
+def once(
+    compute: Callable[Concatenate[Moment, Arguments], Value],
+) -> Callable[Concatenate[Moment, Arguments], Value]:
+    """Make a function of a moment compute each value once, since several panels ask for it."""
+
+    @functools.wraps(compute)
+    def cached(moment: Moment, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        key = (compute, args, *kwargs.items())
+        if key not in moment.values:
+            moment.values[key] = compute(moment, *args, **kwargs)
+        value: Value = moment.values[key]
         return value
+
+    return cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +287,8 @@ def _finish(block: Block, moment: Moment) -> Block:
         clock = _step_clock(moment)
     chart = convert_axis(block, moment.axis, clock)
     if not moment.others:  # marks of one run would mislead in a figure of several
-        epochs = moment.once("epoch marks", lambda: _epoch_marks(moment))
-        restarts = moment.once("restart marks", lambda: _restart_marks(moment))
-        findings = moment.once(("finding marks", block.gpu), lambda: _finding_marks(moment, block.gpu))
-        chart = add_marks(chart, epochs, [*restarts, *findings], moment.theme, clock)
+        others = [*_restart_marks(moment), *_finding_marks(moment, block.gpu)]
+        chart = add_marks(chart, _epoch_marks(moment), others, moment.theme, clock)
         if moment.focus is not None:
             chart = zoom(chart, *moment.focus, moment.theme, clock)
     return scale_elapsed(chart, (moment.span.to_ns - moment.span.from_ns) / 1e9)
@@ -298,6 +307,7 @@ def _step_clock(moment: Moment) -> pd.DataFrame:
     return pd.concat([clock, later, after]) if len(later) else clock
 
 
+@once
 def _epoch_marks(moment: Moment) -> list[Mark]:
     starts = queries.epoch_starts(moment.snapshot, moment.span)
     has_loaders = starts["loader"].nunique() > 1
@@ -307,6 +317,7 @@ def _epoch_marks(moment: Moment) -> list[Mark]:
     ]
 
 
+@once
 def _restart_marks(moment: Moment) -> list[Mark]:
     """Return when a launcher restarted the job, with the address of the post-mortem."""
     attempts_ns: dict[int, int] = {}
@@ -323,6 +334,7 @@ def _restart_marks(moment: Moment) -> list[Mark]:
     ][-MAX_RESTARTS:]
 
 
+@once
 def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
     """Return since when findings that need attention hold: the earliest of each kind, with its page.
 
@@ -330,7 +342,7 @@ def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
     """
     findings = needs_attention(moment.all_findings)
     has_gpu = any(finding.locus.device is not None for finding in findings)
-    names = moment.once("gpu names", lambda: _gpu_names(moment)) if has_gpu else {}
+    names = _gpu_names(moment) if has_gpu else {}
     first: dict[str, Finding] = {}
     for finding in findings:
         step = finding.since_step
@@ -349,6 +361,7 @@ def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
     return marks
 
 
+@once
 def _gpu_names(moment: Moment) -> dict[tuple[str | None, int | None], str]:
     """Return (host, device) -> name of each GPU."""
     gpus = queries.devices(moment.snapshot)

@@ -15,7 +15,7 @@ from app.figures import steps
 from app.figures.axis import convert_x
 from app.figures.base import Axis
 from app.figures.memory import METRIC_WORDS
-from app.runtime.moment import Moment, Panel, View
+from app.runtime.moment import Moment, Panel, View, once
 from app.runtime.refresh import show
 from collector import report
 from collector.store import queries
@@ -130,8 +130,9 @@ def _to_chosen_axis(run: Moment, x_axis: Axis, x: pd.Series) -> Any:
     return convert_x(x, x_axis, run.axis, queries.step_clock(run.snapshot, run.span))
 
 
+@once
 def _measures(moment: Moment) -> dict[str, report.Measure]:
-    return moment.once("measures", lambda: report.measures(moment.snapshot, moment.span, moment.verdict))
+    return report.measures(moment.snapshot, moment.span, moment.verdict)
 
 
 def _settings(moment: Moment) -> dict[str, str]:
@@ -181,8 +182,9 @@ def _unlike_steps(run: Moment, baseline: Moment) -> str:
     )
 
 
+@once
 def _step_samples(moment: Moment) -> float | None:
-    return moment.once("samples per step", lambda: queries.step_samples(moment.snapshot, moment.span))
+    return queries.step_samples(moment.snapshot, moment.span)
 
 
 VIEW = View(

@@ -9,7 +9,7 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, answer
 from app.figures import devices
-from app.runtime.moment import Moment, Panel, View
+from app.runtime.moment import Moment, Panel, View, once
 from app.runtime.refresh import show
 from app.shared_panels import Gpu, first_gpus, further_gpus, gpus
 from collector import report
@@ -30,7 +30,7 @@ def _findings(moment: Moment) -> Iterator[Block]:
 
 
 def _account(moment: Moment, gpu: Gpu) -> Iterator[Block]:
-    parts = _parts(moment, gpu)
+    parts = _parts(moment)[gpu.name]
     if parts.empty:
         yield Note(f"{gpu.name} has no record in this window. Choose a longer window.")
         return
@@ -80,15 +80,16 @@ def _snapshot(moment: Moment) -> Iterator[Block]:
     )
 
 
-def _parts(moment: Moment, gpu: Gpu) -> pd.DataFrame:
-    """Return the known parts of a GPU's used memory over time (`diagnosis.accounts`)."""
-    parts = moment.once("parts", lambda: accounts(*queries.device_grid(moment.snapshot, moment.span)))
-    return moment.once(("parts", gpu.name), lambda: gpu.of(parts).drop(columns="gpu").dropna(axis=1, how="all"))
+@once
+def _parts(moment: Moment) -> dict[str, pd.DataFrame]:
+    """Return the known parts of each GPU's used memory over time (`diagnosis.accounts`), by the GPU's name."""
+    parts = accounts(*queries.device_grid(moment.snapshot, moment.span))
+    return {gpu.name: gpu.of(parts).drop(columns="gpu").dropna(axis=1, how="all") for gpu in gpus(moment)}
 
 
 def _used(moment: Moment) -> list[tuple[Gpu, pd.DataFrame]]:
     """Return the GPUs with a record in the window, and the parts of their memory."""
-    both = [(gpu, _parts(moment, gpu)) for gpu in gpus(moment)]
+    both = [(gpu, _parts(moment)[gpu.name]) for gpu in gpus(moment)]
     return [(gpu, parts) for gpu, parts in both if not parts.empty]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from app.blocks import Block, Note, answer
 from app.figures.devices import LINE_WORDS
-from app.runtime.moment import FINDINGS, Moment, Panel, View
+from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
 from app.shared_panels import (
     Gpu,
@@ -95,8 +95,9 @@ def _cgroup_and_host(moment: Moment) -> Iterator[Block]:
     yield from host_charts(moment, bound if not bound.empty else table[table["limit"] == "host"])
 
 
+@once
 def _limits(moment: Moment) -> list[_Limit]:
-    return moment.once("limits", lambda: [*_device_limits(moment), *_host_limits(moment), *_file_limits(moment)])
+    return [*_device_limits(moment), *_host_limits(moment), *_file_limits(moment)]
 
 
 def _device_limits(moment: Moment) -> Iterator[_Limit]:

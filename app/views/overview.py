@@ -10,7 +10,7 @@ import pandas as pd
 
 from app.blocks import Block, Metric, Metrics, Note, answer, needs_attention, workers_reporting
 from app.figures import devices, memory, steps
-from app.runtime.moment import FINDINGS, Moment, Panel, View
+from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS, gpu_usage, gpus
 from collector import report
@@ -154,12 +154,9 @@ def _ranks(moment: Moment) -> Iterator[Block]:
     )
 
 
+@once
 def _memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
     """Return (metric, bytes by role over time), on the host that came nearest to its limit if there are several."""
-    return moment.once("memory by role", lambda: _read_memory_by_role(moment))
-
-
-def _read_memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
     metric = queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is None:
         return None, pd.DataFrame()

@@ -10,7 +10,7 @@ import pandas as pd
 from app.blocks import Block, Fold, Metric, Metrics, Note, Widget, answer
 from app.figures import awaited, workers
 from app.runtime.loading import Recent, recent
-from app.runtime.moment import FINDINGS, Moment, Panel, View
+from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
@@ -259,10 +259,11 @@ def _rank(recent_loop: Recent) -> str:
     return "" if rank is None else f" of rank {rank}"
 
 
+@once
 def _split(moment: Moment) -> pd.DataFrame | None:
-    if (loader := moment.loader) is None:
+    if moment.loader is None:
         return None
-    split = moment.once("split", lambda: queries.worker_split(moment.snapshot, moment.span, loader))
+    split = queries.worker_split(moment.snapshot, moment.span, moment.loader)
     return None if split.empty else split
 
 

@@ -32,11 +32,7 @@ def follow_child(
     on_ready: Callable[[Run], None] | None,
     outlets: Outlets | None,
 ) -> bool:
-    """Follow the child to its end and close the run.
-
-    Returns:
-        Whether all records are stored.
-    """
+    """Follow the child to its end and close the run; return whether all records are stored."""
     command = LocalProcess(child.pid, start_ticks(child.pid))
     if outlets is not None:
         outlets.begin(run)

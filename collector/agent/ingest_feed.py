@@ -118,10 +118,8 @@ class Feed:
     def finish(self, write_last: Callable[[], None]) -> bool:
         """Ingest everything, then the events that `write_last` writes; compact the lake and close it.
 
-        A store on the network gets `FINISH_SECONDS`, since the user waits for the training's exit status.
-
-        Returns:
-            Whether everything is in the lake.
+        Return whether everything is in the lake. A store on the network gets `FINISH_SECONDS`, since the user waits
+        for the training's exit status.
         """
         results: list[bool] = []
         deadline = time.monotonic() + FINISH_SECONDS if self._is_remote else None

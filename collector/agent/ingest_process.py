@@ -45,10 +45,6 @@ _ROOT = Path(collector.__file__).resolve().parent.parent
 class IngestProcess:
     """An `Ingester` in another process; this one holds the run's lock.
 
-    Args:
-        run: the run to follow.
-        counts: totals that the ingest begins and brings up to date, if any.
-
     Attributes:
         spent_ns: CPU time of its processes so far.
 

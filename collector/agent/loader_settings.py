@@ -7,7 +7,6 @@ says so in an event. A setting is given up if the loader's throughput with it is
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any
 from collector.agent.problems import say
 from collector.store import Run
 from collector.units import number
-from training_harness.layout import loader_settings_path
+from training_harness.layout import FOR_TRAINING, loader_settings_path, replace_file
 
 #: Seconds from the start of a run, or from a changed setting, to the first verdict. Each further one comes when as
 #: much time has passed as before it, so they cost less and less.
@@ -154,9 +153,7 @@ class LoaderSettings:
 
     def _write(self) -> None:
         if self._path is not None:
-            scratch = self._path.with_suffix(".tmp")
-            scratch.write_text(json.dumps(self._settings))
-            os.replace(scratch, self._path)
+            replace_file(self._path, json.dumps(self._settings), FOR_TRAINING)
             self._is_written = True
 
     def _say(self, loader: int, about: str, text: str) -> None:

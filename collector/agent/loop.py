@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.ingest_feed import Feed
@@ -81,7 +82,7 @@ class Agent:
             for name, stream in STREAMS.items()
         }
         self._event_tail = EventTail(run.events_dir, identity.host)
-        self._roles = ProcessRoles(identity.host, _start_ticks)
+        self._roles = ProcessRoles(identity.host, partial(procfs.start_ticks, _PROC))
         now_ns = clock_ns()
         self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
         self._early: EarlySampler | None = EarlySampler(now_ns)
@@ -100,7 +101,7 @@ class Agent:
         """Return whether the command, or a training process of this host, is alive and has not detached."""
         command = self._command
         attached = [command] if command is not None and not self._roles.has_detached(command) else []
-        return any(map(_is_alive, [*attached, *self._roles.mains()]))
+        return any(process.is_alive() for process in [*attached, *self._roles.mains()])
 
     @property
     def recorded_end_ns(self) -> int | None:
@@ -203,17 +204,16 @@ class Agent:
     def finish(self) -> bool:
         """Sample once more, give orphans a moment, record those left running, ingest everything and close.
 
-        Returns:
-            Whether everything is in the lake; the rest waits in the journals.
+        Return whether everything is in the lake; the rest waits in the journals.
         """
         self._sample(self._clock_ns())
         if self._outlets is not None:
             with self._problems.guard("lines"):
                 self._record_series(self._outlets.lines.close())
         orphans = [*self._roles.workers(), *self._roles.mains(), *self._left_running()]
-        if any(map(_is_alive, orphans)):
+        if any(process.is_alive() for process in orphans):
             deadline_ns = self._clock_ns() + round(ORPHANS_SECONDS * 1e9)
-            while any(map(_is_alive, orphans)) and self._clock_ns() < deadline_ns:
+            while any(process.is_alive() for process in orphans) and self._clock_ns() < deadline_ns:
                 time.sleep(_ORPHANS_POLL_SECONDS)
             self._sample(self._clock_ns())
             with self._problems.guard("events"):
@@ -366,10 +366,8 @@ def collect(run: Run, *, interval_seconds: float, outlets: Outlets | None = None
     """Resume an abandoned run: ingest everything, and follow its living processes until they end.
 
     A run of another host, or of this one before its last boot, is only ingested: its clock is not
-    this machine's. Ctrl-C stops following and leaves the run to be resumed again.
-
-    Returns:
-        Whether every record of the journals is in the lake.
+    this machine's. Ctrl-C stops following and leaves the run to be resumed again. Return whether every record of
+    the journals is in the lake.
 
     Raises:
         TidegaugeError: another collector follows the run.
@@ -429,11 +427,3 @@ def update_manifest(run: Run, **fields: object) -> None:
 def _note_stored(run: Run, *, is_stored: bool) -> None:
     if run.is_shared:
         update_manifest(run, is_stored=is_stored)
-
-
-def _start_ticks(pid: int) -> int | None:
-    return procfs.start_ticks(_PROC, pid)
-
-
-def _is_alive(key: LocalProcess) -> bool:
-    return _start_ticks(key.pid) == key.start_ticks

@@ -44,11 +44,7 @@ class _File(NamedTuple):
 
 
 class RecorderDumps:
-    """The dumps of a run.
-
-    Args:
-        proc: root of the proc file system.
-    """
+    """The dumps of a run."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc

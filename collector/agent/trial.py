@@ -5,7 +5,6 @@ The training gets its own process group, so that all its processes end together.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -25,7 +23,6 @@ from collector.agent.samplers.procfs import LocalProcess
 from collector.diagnosis import RunTables, diagnose, load_tables
 from collector.diagnosis.loading import Loop, loops
 from collector.errors import TidegaugeError, one_line
-from collector.findings import finite
 from collector.store import Run
 from training_harness.journal import start_ticks
 from training_harness.layout import TRIAL_LOADER_VARIABLE, TRIAL_VARIABLE, create_run
@@ -43,12 +40,9 @@ _MEMORY_DEATHS = ("host-oom-kill", "cuda-oom", "shm-bus-error")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The outcome of a trial.
+    """The outcome of a trial: its run, and whether it yielded a batch.
 
-    Attributes:
-        run: its run.
-        exit_status: exit status if the training ended by itself, -n for signal n; None if the trial ended it.
-        has_batch: whether it yielded a batch.
+    `exit_status` is that of a training that ended by itself, -n for signal n; None if the trial ended it.
     """
 
     run: Run
@@ -83,13 +77,8 @@ def run_trial(
 
     Its output goes to a file in the run directory.
 
-    Args:
-        argv: the command and its arguments.
-        home: Tidegauge home.
-        name: name of the run.
-        loader: settings of its loaders (`TRIAL_LOADER_VARIABLE`); None leaves them as the script has them.
-        seconds: duration from the first batch on.
-        interrupted: returns whether to end at once.
+    `loader` are the settings of its loaders (`TRIAL_LOADER_VARIABLE`); None leaves them as the script has them.
+    `interrupted` returns whether to end at once.
 
     Raises:
         TidegaugeError: the home cannot be written, or the command cannot be started.
@@ -181,13 +170,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """A trial that is over.
+    """A trial that is over: its run, and the loop with most batches, None without a batch.
 
-    Attributes:
-        tables: the tables of its run.
-        loop: the loop with most batches; None without a batch.
-        failure: why it failed, in words; empty if it did not.
-        fits: False if memory ran out.
+    `failure` says why it failed, and is empty if it did not. `fits` is False if memory ran out.
     """
 
     tables: RunTables
@@ -221,11 +206,7 @@ def memory_shortage(tables: RunTables, exit_status: int | None) -> str:
     """Return how memory ran out, in words; empty if it did not.
 
     SIGKILL counts if nothing else explains the end: memory guards send it too, and the kernel's own kills cannot be
-    counted everywhere.
-
-    Args:
-        tables: the tables of the trial's run.
-        exit_status: exit status if the training ended by itself, -n for signal n.
+    counted everywhere. The exit status is that of `Trial`.
     """
     if not exit_status and not tables.events_of("exception"):
         return ""  # Its processes that died were ended with the trial.
@@ -244,8 +225,3 @@ def _training_error(tables: RunTables) -> str:
     """Return the exception that ended the training; empty if none. It may be recorded before the process ends."""
     events = tables.events_of("exception")
     return one_line(f"the training failed: {events[-1]['type']}: {events[-1]['message']}") if events else ""
-
-
-def json_text(facts: Mapping[str, Any]) -> str:
-    """Return the results of trials as JSON (docs/cli.md); an unknown value is null."""
-    return json.dumps(finite({"schema": 1, **facts}), indent=1, allow_nan=False)

@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from collector.agent.trial import json_text
 from collector.commands.options import say
-from collector.commands.trials import Trials, change_text, show_trials
+from collector.commands.trials import Trials, change_text, show_trials, write_results
 from collector.diagnosis import RunTables
 from collector.diagnosis.tuning import BatchSizeRun, batch_size_run, line_through, micro_batch, next_size
 from collector.errors import one_line
@@ -46,7 +45,6 @@ class Search:
     """The trials, in order.
 
     Attributes:
-        rows: one per size.
         is_complete: whether no larger size is worth a trial; False if the search ended before.
     """
 
@@ -91,11 +89,10 @@ def try_sizes(trials: Trials, effective: int | None) -> int:
         failure = base.failure or "the number of samples in a batch is not known"
         own_size = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
         no_result = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
-        click.echo(
-            json_text({"trials": [own_size], **no_result})
-            if trials.as_json
-            else f"the script's own batch size: {failure}"
-        )
+        if trials.as_json:
+            write_results({"trials": [own_size], **no_result})
+        else:
+            click.echo(f"the script's own batch size: {failure}")
         return 1
     say(f"  {_words(base)}")
     search = Search(rows=[base])
@@ -118,7 +115,7 @@ def try_sizes(trials: Trials, effective: int | None) -> int:
         if row.measured is None and not row.ran_out:
             break
     if trials.as_json:
-        click.echo(json_text(as_json(search, effective)))
+        write_results(as_json(search, effective))
     else:
         _show(search, effective)
     return 128 + signals[0] if signals else 0

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,21 +99,21 @@ class Check:
 def check_all(home: Path, python: str = sys.executable) -> list[Check]:
     """Run every check on this machine and this home, for trainings that run with `python`."""
     host = HostSampler(os.getpid()).sample()
-    checks: list[Callable[[], Iterable[Check]]] = [
-        lambda: [Check("python", f"{sys.version.split()[0]}, {sys.executable}")],
-        lambda: check_hooks(python),
-        lambda: [check_memory_limit(host)],
-        lambda: [check_shm(host)],
-        lambda: [check_pressure(host)],
-        lambda: [check_smaps("/proc", os.getpid())],
-        lambda: [check_stacks()],
-        lambda: [check_devices(find_devices(), Path("/proc"))],
-        lambda: [check_lake(), check_store()],
-        lambda: [check_home(home)],
-        lambda: [check_latest_run(home)],
-        lambda: [check_streamlit()],
+    return [
+        Check("python", f"{sys.version.split()[0]}, {sys.executable}"),
+        *check_hooks(python),
+        check_memory_limit(host),
+        check_shm(host),
+        check_pressure(host),
+        check_smaps("/proc", os.getpid()),
+        check_stacks(),
+        check_devices(find_devices(), Path("/proc")),
+        check_lake(),
+        check_store(),
+        check_home(home),
+        check_latest_run(home),
+        check_streamlit(),
     ]
-    return [result for check in checks for result in check()]
 
 
 def checks_table(checks: Iterable[Check]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from collector.commands.options import format_option, home_option, say, show_table
+from collector.commands.options import format_option, home_option, say, show_table, write_json
 from collector.commands.report import examine, judge
 from collector.errors import TidegaugeError, one_line, printable
 from training_harness.budget import Budget
@@ -69,7 +68,7 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
     figures = {run_id: measures for run_id, (measures, _) in results.items()}
     differing = comparison.differences(settings for _, settings in results.values())
     if form == "json":
-        sys.stdout.write(json.dumps(comparison.as_json(figures, differing), indent=1, allow_nan=False) + "\n")
+        write_json(comparison.as_json(figures, differing))
     else:
         is_terminal = form == "text" and sys.stdout.isatty()
         names = comparison.headings([*figures], short=is_terminal)
@@ -88,7 +87,7 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
                 show_table(table)
     lines = comparison.violations(conditions, figures)
     for line in lines:
-        click.echo(f"tidegauge: {line}", err=True)
+        say(line)
     if lines:
         sys.exit(EXIT_WORSE)
 
@@ -168,8 +167,7 @@ def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form:
     from collector.budget.output import all_details, as_json, markdown_details, table
 
     if form == "json":
-        body = as_json(run.run_id, None if baseline is None else baseline.run_id, judgements)
-        sys.stdout.write(json.dumps(body, indent=1, allow_nan=False) + "\n")
+        write_json(as_json(run.run_id, None if baseline is None else baseline.run_id, judgements))
         return
     if form == "markdown":
         from collector.report.terminal import markdown_table, markdown_text

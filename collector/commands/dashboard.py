@@ -9,16 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 import collector
-from collector.commands.options import home_option, say
+from collector.commands.options import home_option, port_option, say
 from collector.errors import TidegaugeError
 from training_harness.layout import HOME_VARIABLE, home_path
 
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 #: Seconds that the server may take to answer, and to end.
 _START_SECONDS, _END_SECONDS = 60.0, 10.0
 _POLL_SECONDS = 0.1
-
-
-def port_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--port`."""
-    return click.option(
-        "--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port of the dashboard."
-    )(command)
 
 
 @click.command()

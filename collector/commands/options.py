@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -48,16 +49,25 @@ def require_value(_context: click.Context, option: click.Parameter, value: T) ->
     return value
 
 
-def home_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--home`."""
-    return click.option(
-        "--home",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=home_path,
-        callback=require_value,
-        metavar="DIRECTORY",
-        help=f"Folder that holds the runs [default: ${HOME_VARIABLE}, else the user's data directory].",
-    )(command)
+home_option = click.option(
+    "--home",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=home_path,
+    callback=require_value,
+    metavar="DIRECTORY",
+    help=f"Folder that holds the runs [default: ${HOME_VARIABLE}, else the user's data directory].",
+)
+investigate_option = click.option(
+    "--investigate",
+    is_flag=True,
+    help="Name the lines behind a leak or a wait: trace a process that leaks, once; sample stacks.",
+)
+interval_option = click.option(
+    "--interval", type=float, default=1.0, show_default=True, metavar="S", help="Seconds between samples."
+)
+port_option = click.option(
+    "--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port of the dashboard."
+)
 
 
 def parse_tags(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -123,12 +133,6 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         with_live = option(with_live)
     return with_live
-
-
-def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--investigate`."""
-    help_text = "Name the lines behind a leak or a wait: trace a process that leaks, once; sample stacks."
-    return click.option("--investigate", is_flag=True, help=help_text)(command)
 
 
 def made_by(module: str, name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -214,13 +218,6 @@ def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return click.option("--tag", "tags", multiple=True, callback=parse_tags, metavar="KEY=VALUE", help=help_text)
 
 
-def interval_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--interval`."""
-    return click.option(
-        "--interval", type=float, default=1.0, show_default=True, metavar="S", help="Seconds between samples."
-    )(command)
-
-
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a new run: `--name`, `--tag` and `--interval`."""
     for option in (
@@ -235,8 +232,13 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def say(text: str) -> None:
-    """Report progress on stderr."""
+    """Report progress, or what is wrong, on stderr."""
     click.echo(f"tidegauge: {text}", err=True)
+
+
+def write_json(body: object) -> None:
+    """Write what a command found as JSON on stdout; an unknown value must be null."""
+    click.echo(json.dumps(body, indent=1, allow_nan=False))
 
 
 def show_table(table: Table) -> None:

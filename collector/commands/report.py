@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import format_option, home_option, say, show_table, tag_option
+from collector.commands.options import format_option, home_option, say, show_table, tag_option, write_json
 from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
@@ -85,7 +85,7 @@ def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: st
     entries = map(list_entry, listed)
     shown = list(itertools.islice((entry for entry in entries if tags.items() <= entry.tags.items()), limit))
     if form == "json":
-        _write(json.dumps(finite([as_json(entry) for entry in shown]), indent=1, allow_nan=False) + "\n", None)
+        write_json(finite([as_json(entry) for entry in shown]))
     elif shown:
         show_table(run_table(shown))
     elif tags:
@@ -153,9 +153,9 @@ def stacks(spec: str, native: bool, form: str, home: Path) -> None:
         if not recorded:
             raise TidegaugeError(problem)
         found = recorded
-        click.echo(f"tidegauge: {problem}; these were taken {when} after the start of the run", err=True)
+        say(f"{problem}; these were taken {when} after the start of the run")
     if form == "json":
-        _write(json.dumps(as_json(group(found)), indent=1, allow_nan=False) + "\n", None)
+        write_json(as_json(group(found)))
     else:
         terminal = Terminal(highlight=False, soft_wrap=True)
         for line in stack_lines(group(found)):
@@ -176,7 +176,7 @@ def _living_stacks(run: Run, *, native: bool) -> tuple[list[Stack], str]:
             failures.append(f"{locus(place)}: {error}")
     if found:
         for failure in failures:
-            click.echo(f"tidegauge: no stack of {failure}", err=True)
+            say(f"no stack of {failure}")
     elif failures:
         return [], f"no stack of {run.run_id} can be read: {failures[0]}"
     return found, f"no process of {run.run_id} runs on this machine; its stacks can be read while it runs"
@@ -210,7 +210,7 @@ def examine(run: Run) -> tuple[RunTables, Verdict]:
 
     tables = load_tables(run)
     for problem in tables.problems[:5]:
-        click.echo(f"tidegauge: {one_line(problem)}", err=True)
+        say(one_line(problem))
     raw = diagnose(tables)
     verdict = with_known(raw, run)
     if verdict.status != "running" and not tables.problems:

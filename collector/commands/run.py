@@ -6,14 +6,15 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.dashboard import DashboardServer, port_option, show_way
+from collector.commands.dashboard import DashboardServer, show_way
 from collector.commands.options import (
     NO_LIVE_OPTIONS,
     PASS_ON,
@@ -24,13 +25,17 @@ from collector.commands.options import (
     investigate_option,
     made_by,
     outlet_options,
+    port_option,
     require_value,
     run_options,
+    say,
 )
 from collector.commands.report import judge, render_html, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import (
+    CARD,
     DISABLED_VARIABLE,
+    FOR_TRAINING,
     MEMORY_HISTORY_VARIABLE,
     RUN_ID,
     RUN_ID_VARIABLE,
@@ -38,6 +43,7 @@ from training_harness.layout import (
     STORE_VARIABLE,
     WORKERS_AUTO,
     WORKERS_VARIABLE,
+    replace_file,
 )
 
 if TYPE_CHECKING:
@@ -140,21 +146,18 @@ def run(
     if restarts:
         os.environ[ATTEMPT_VARIABLE] = str(attempt)
         tags = {"attempt": str(attempt), **tags}
-    outcome, verdict = _run(
-        command,
-        home=home,
-        live=live,
+    open_outlets = partial(
+        _open_outlets,
+        live,
         investigate=investigate,
         hangs=on_hang,
         before_oom=before_oom,
         sets_workers=workers is not None,
-        name=name,
-        tags=tags,
-        interval_seconds=interval,
     )
+    outcome, verdict = _run(command, open_outlets, home=home, name=name, tags=tags, interval_seconds=interval)
     lacked_memory = verdict is not None and any(finding.kind == "host-oom-kill" for finding in verdict.findings)
     if attempt < restarts and outcome.exit_status and lacked_memory:
-        click.echo(f"tidegauge: killed for lack of memory; restart {attempt + 1} of {restarts}", err=True)
+        say(f"killed for lack of memory; restart {attempt + 1} of {restarts}")
         os.environ[ATTEMPT_VARIABLE] = str(attempt + 1)
         # A new process, since everything in this one belongs to the run that ended.
         os.execv(sys.executable, sys.orig_argv)
@@ -205,9 +208,8 @@ def job(
     with DashboardServer(home, port) if serves else nullcontext() as server:
         if server is not None:
             server.await_ready()
-        outcome, verdict = _run(
-            command, home=home, live=live, investigate=investigate, name=title, discards=BAD_INPUT
-        )
+        open_outlets = partial(_open_outlets, live, investigate=investigate)
+        outcome, verdict = _run(command, open_outlets, home=home, name=title, discards=BAD_INPUT)
         if outcome.run is not None and verdict is not None:
             show_way([(outcome.run, verdict)], home, port, is_served=server is not None)
         if server is not None and outcome.exit_status not in ENDED_BY_USER:
@@ -253,8 +255,7 @@ def watch(
     from collector.store import living_processes
 
     def announce(run: Run) -> None:
-        text = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
-        click.echo(text, err=True)
+        say(f"watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process")
 
     outlets = _open_outlets(live)
     run = watch_process(
@@ -263,7 +264,7 @@ def watch(
     show_card(run, _judge_and_publish(run, outlets), home=home, to_stderr=True)
     process = run.manifest["command"]
     if living_processes(run, [(process["host"], process["pid"], process["start_ticks"])]):
-        click.echo(f"tidegauge: the watch is over; process {pid} goes on", err=True)
+        say(f"the watch is over; process {pid} goes on")
     _close(outlets)
 
 
@@ -308,10 +309,9 @@ def collect(
         )
     verdict = _judge_and_publish(run, outlets)
     if card:
-        from collector.agent.live.notebook_card import write_card
         from collector.report.html import verdict_card
 
-        write_card(run.path, verdict_card(verdict, run_id=run.run_id, name=run.name))
+        replace_file(run.path / CARD, verdict_card(verdict, run_id=run.run_id, name=run.name), FOR_TRAINING)
     click.echo(
         f"{run.run_id}: all records are stored; {verdict.status}, {counted(verdict.steps, 'step')}", err=True
     )
@@ -320,13 +320,9 @@ def collect(
 
 def _run(
     command: Sequence[str],
+    open_outlets: Callable[[], Outlets | None],
     *,
     home: Path,
-    live: LiveOptions,
-    investigate: bool,
-    hangs: HangReports | None = None,
-    before_oom: BeforeOom | None = None,
-    sets_workers: bool = False,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -343,11 +339,7 @@ def _run(
         from collector.store import store_address
 
         store_address()  # A wrong setting is reported before the command starts.
-    outlets = None
-    if not disabled:
-        outlets = _open_outlets(
-            live, investigate=investigate, hangs=hangs, before_oom=before_oom, sets_workers=sets_workers
-        )
+    outlets = None if disabled else open_outlets()
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -364,7 +356,7 @@ def _run(
 
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
-            click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
+            say(f"no verdict on {outcome.run.run_id} ({reason})")
     _close(outlets)
     return outcome, verdict
 
@@ -401,7 +393,7 @@ def _open_outlets(
         is_regular=is_regular,
     )
     if live.prometheus is not None:
-        click.echo(f"tidegauge: metrics at {prometheus.serve(live.prometheus, outlets.view)}", err=True)
+        say(f"metrics at {prometheus.serve(live.prometheus, outlets.view)}")
     return outlets
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import home_option, parse_tags, show_table
+from collector.commands.options import home_option, parse_tags, say, show_table
 from collector.errors import TidegaugeError, one_line
 from collector.units import counted, size
 from training_harness.budget import parse_size
@@ -52,14 +52,12 @@ def tag(
     edit = Edit(name=name, add=add, remove=frozenset(remove), note=note, is_pinned=is_pinned)
     if not edit.is_empty:
         annotate(run, edit)
-    annotation = run.annotation
-    tags = [f"{key}={value}" for key, value in run.tags.items()]
     lines = {
         "run": run.run_id,
         "name": run.name,
-        "tags": ", ".join(tags),
-        "note": annotation.note,
-        "pinned": "yes" if annotation.is_pinned else "no",
+        "tags": ", ".join(f"{key}={value}" for key, value in run.tags.items()),
+        "note": run.annotation.note,
+        "pinned": "yes" if run.annotation.is_pinned else "no",
     }
     for label, text in lines.items():
         click.echo(f"{label:<8}{one_line(text)}".rstrip())
@@ -139,7 +137,7 @@ def export(spec: str, directory: Path, form: str, redact: bool, home: Path) -> N
             run, directory, form, is_redacted=redact, say=lambda name: status.update(f"writing {name}")
         )
     for problem in result.problems[:5]:
-        click.echo(f"tidegauge: {one_line(problem)}", err=True)
+        say(one_line(problem))
     show_table(export_table(result.files))
     click.echo(f"\n{one_line(run.run_id)} is in {directory}")
     if redact:
@@ -196,7 +194,7 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
         click.confirm("delete?", abort=True)
     staying = store.delete(home, [stored_run.run for stored_run in to_delete])
     for run, reason in staying.items():
-        click.echo(one_line(f"tidegauge: {run.run_id} stays: {reason}"), err=True)
+        say(one_line(f"{run.run_id} stays: {reason}"))
     deleted = [stored_run for stored_run in to_delete if stored_run.run not in staying]
     click.echo(f"deleted: {_size_text(deleted, unfinished)}")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from collector.commands.options import show_table
+from collector.commands.options import show_table, write_json
+from collector.findings import finite
 from collector.units import MISSING
 
 if TYPE_CHECKING:
@@ -19,14 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """The trials that a user asked for.
+    """The trials of a command that a user asked for, each of some seconds.
 
     Attributes:
-        command: the command that trains.
-        home: Tidegauge home.
-        seconds: duration of a trial.
         most: number of trials besides the one of the script as it is.
-        as_json: whether the results are printed as JSON.
         signals: signals that asked for an end; then there is no further trial.
     """
 
@@ -75,6 +72,11 @@ def show_trials(columns: Sequence[str], rows: Iterable[Sequence[str]], *, names:
     for row in rows:
         table.add_row(*(row[place] for place in places))
     show_table(table)
+
+
+def write_results(facts: Mapping[str, Any]) -> None:
+    """Write the results of trials as JSON (docs/cli.md); an unknown value is null."""
+    write_json(finite({"schema": 1, **facts}))
 
 
 def change_text(after: float, before: float) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from collector.commands.options import PASS_ON, format_option, home_option, say
-from collector.commands.trials import Trials, change_text, interruptible, show_trials
+from collector.commands.trials import Trials, change_text, interruptible, show_trials, write_results
 from collector.errors import TidegaugeError
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
@@ -126,9 +126,7 @@ def tune(
             sys.exit(try_sizes(trials, effective_batch))
         rows = _try_settings(trials, ceiling=ceiling)
     if trials.as_json:
-        from collector.agent.trial import json_text
-
-        click.echo(json_text({"trials": _as_json(rows)}))
+        write_results({"trials": _as_json(rows)})
     elif rows:
         _show(rows)
     if signals:
@@ -158,13 +156,13 @@ def _try_settings(trials: Trials, *, ceiling: bool) -> list[Row]:
         if candidate is None:
             say("no further trial: no other setting is likely to gain")
             break
-        row, _ = _trial(trials, _title(candidate.setting), _loader(candidate.setting), candidate)
+        setting = candidate.setting
+        loader = f"{setting.num_workers},{setting.prefetch_factor}"
+        row, _ = _trial(trials, _title(setting), loader, candidate)
         if trials.signals:
             break
         rows.append(row)
-        outcomes.append(
-            Outcome(setting=candidate.setting, batches_per_second=row.batches_per_second, fits=row.fits)
-        )
+        outcomes.append(Outcome(setting=setting, batches_per_second=row.batches_per_second, fits=row.fits))
     return rows
 
 
@@ -299,7 +297,3 @@ def _short_title(row: Row) -> str:
     if title == _AS_IT_IS and row.setting is not None:
         title = f"{title}: {_title(row.setting)}"
     return title.replace("num_workers=", "").replace(", prefetch_factor=", " x ")
-
-
-def _loader(setting: Setting) -> str:
-    return f"{setting.num_workers},{setting.prefetch_factor}"

@@ -57,9 +57,7 @@ class ExitRecord:
         reason: what it died of, one of a closed list.
         victim: the process that died first.
         last_held_bytes: memory of the victim at its last sample.
-        limit: the limit that was met.
         limit_owner: who set it, in words: a batch job, a container, a unit of systemd.
-        signal: name of the signal that ended the victim.
         exit_status: exit code of the command, -n for signal n.
         step: number of the victim's last step that ended, from 0.
         seconds: time from the start of the run to the victim's end.

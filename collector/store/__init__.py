@@ -11,59 +11,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collector.store.allocator_snapshots import (
-        ProcessGrowth as ProcessGrowth,
-        SiteGrowth as SiteGrowth,
-        newest_allocator_snapshot as newest_allocator_snapshot,
-        read_growth as read_growth,
-        read_growths as read_growths,
+        ProcessGrowth,
+        SiteGrowth,
+        newest_allocator_snapshot,
+        read_growth,
+        read_growths,
     )
-    from collector.store.catalogue import (
-        LATEST as LATEST,
-        find_run as find_run,
-        is_trial as is_trial,
-        list_runs as list_runs,
-        own_first as own_first,
-        started_wall_ns as started_wall_ns,
-    )
-    from collector.store.cluster.postgres import (
-        check_shared_store as check_shared_store,
-        store_address as store_address,
-    )
-    from collector.store.documents import (
-        annotate as annotate,
-        change_document as change_document,
-    )
-    from collector.store.duck import open_connection as open_connection
-    from collector.store.export import ExportedFile as ExportedFile, export_run as export_run
-    from collector.store.journals.growing_files import GrowingFiles as GrowingFiles
+    from collector.store.catalogue import LATEST, find_run, is_trial, list_runs, own_first, started_wall_ns
+    from collector.store.cluster.postgres import check_shared_store, store_address
+    from collector.store.documents import annotate, change_document
+    from collector.store.duck import open_connection
+    from collector.store.export import ExportedFile, export_run
+    from collector.store.journals.growing_files import GrowingFiles
     from collector.store.journals.segments import (
-        EVENT_LOG_SUFFIX as EVENT_LOG_SUFFIX,
-        JournalError as JournalError,
-        list_event_logs as list_event_logs,
-        read_events as read_events,
-        size_bytes as size_bytes,
+        EVENT_LOG_SUFFIX,
+        JournalError,
+        list_event_logs,
+        read_events,
+        size_bytes,
     )
-    from collector.store.lake.counters import Counts as Counts, Totals as Totals
-    from collector.store.lake.ingest import Ingester as Ingester
-    from collector.store.lake.ingest_result import IngestResult as IngestResult
-    from collector.store.lake.reader import Snapshot as Snapshot, read as read
-    from collector.store.runs.annotations import Annotation as Annotation, Edit as Edit
+    from collector.store.lake.counters import Counts, Totals
+    from collector.store.lake.ingest import Ingester
+    from collector.store.lake.ingest_result import IngestResult
+    from collector.store.lake.reader import Snapshot, read
+    from collector.store.runs.annotations import Annotation, Edit
     from collector.store.runs.documents import (
-        ANNOTATION as ANNOTATION,
-        KNOWN_FINDINGS as KNOWN_FINDINGS,
-        RESULT as RESULT,
-        SHARED_KNOWN_FINDINGS as SHARED_KNOWN_FINDINGS,
-        document_path as document_path,
-        read_document as read_document,
+        ANNOTATION,
+        KNOWN_FINDINGS,
+        RESULT,
+        SHARED_KNOWN_FINDINGS,
+        document_path,
+        read_document,
     )
-    from collector.store.runs.locks import follow_run as follow_run
+    from collector.store.runs.locks import follow_run
     from collector.store.runs.run import (
-        ProcessKey as ProcessKey,
-        Run as Run,
-        command_and_collector as command_and_collector,
-        living_processes as living_processes,
-        of_this_boot as of_this_boot,
-        tags_of as tags_of,
+        ProcessKey,
+        Run,
+        command_and_collector,
+        living_processes,
+        of_this_boot,
+        tags_of,
     )
 
 _NAMES = {

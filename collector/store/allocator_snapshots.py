@@ -39,9 +39,6 @@ class AllocatorSnapshot:
     """The memory of one process's CUDA allocator.
 
     Attributes:
-        name: name of the file.
-        rank: rank of the process, None outside a distributed job.
-        pid: pid of the process.
         segments: device, address, total_bytes, allocated_bytes, blocks (a list of (offset, bytes, in use)).
         sites: site (file:line function, in the user's code where possible), blocks_count, allocated_bytes; the
             largest first. Empty if the allocation history was not recorded.

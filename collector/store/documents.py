@@ -10,8 +10,9 @@ from typing import Any
 
 from collector.errors import TidegaugeError
 from collector.store.runs.annotations import Annotation, Edit, annotation_of
-from collector.store.runs.documents import ANNOTATION, document_path, lock_documents, read_document, write_document
+from collector.store.runs.documents import ANNOTATION, document_path, lock_documents, read_document
 from collector.store.runs.run import Run
+from training_harness.layout import replace_file
 
 Change = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -36,6 +37,7 @@ def change_document(folder: Path, name: str, change: Change, shared_key: str | N
     Raises:
         TidegaugeError: it cannot be stored.
     """
+    path = document_path(folder, name)
     try:
         with lock_documents(folder):
             before = read_document(folder, name)
@@ -48,9 +50,8 @@ def change_document(folder: Path, name: str, change: Change, shared_key: str | N
                     return _as_text(change(before if stored is None else json.loads(stored)))
 
                 text = postgres.change_document(shared_key, name, change_text)
-            write_document(folder, name, text)
+            replace_file(path, text)
     except OSError as error:
-        path = document_path(folder, name)
         raise TidegaugeError(f"cannot write {path}: {error.strerror or error}; make its folder writable") from None
     body: Mapping[str, Any] = json.loads(text)
     return body

@@ -57,7 +57,6 @@ class Instance:
     """A DuckDB instance with one user at a time.
 
     Attributes:
-        connection: the connection to it.
         lake: key of the lake that stays attached to it, if one does.
         version: version of that lake when it was last read.
         versions_count: number of versions read.

@@ -132,7 +132,7 @@ class BeforeOom:
 
     def _send(self, key: _Key, process: LocalProcess, number: signal.Signals) -> bool:
         """Send the signal, once, to a process that handles it; return whether it was sent now."""
-        if (key, process) in self._reached or procfs.start_ticks("/proc", process.pid) != process.start_ticks:
+        if (key, process) in self._reached or not process.is_alive():
             return False
         if not procfs.handles_signal("/proc", process.pid, number):
             if (key, None) not in self._reached:

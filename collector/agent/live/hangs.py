@@ -73,7 +73,7 @@ def _cancel(command: LocalProcess, culprit: LocalProcess | None) -> None:
     """End the command, then the process that hangs: a stuck worker does not notice that its parent is gone."""
     _send(command, signal.SIGTERM)
     deadline = time.monotonic() + CANCEL_SECONDS
-    while _is_alive(command) and time.monotonic() < deadline:
+    while command.is_alive() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     _send(command, signal.SIGKILL)
     if culprit is not None:
@@ -81,13 +81,9 @@ def _cancel(command: LocalProcess, culprit: LocalProcess | None) -> None:
 
 
 def _send(process: LocalProcess, number: int) -> None:
-    if _is_alive(process):
+    if process.is_alive():
         with suppress(OSError):
             os.kill(process.pid, number)
-
-
-def _is_alive(process: LocalProcess) -> bool:
-    return procfs.start_ticks("/proc", process.pid) == process.start_ticks
 
 
 def _living(locus: Locus) -> LocalProcess | None:

@@ -15,7 +15,6 @@ from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.stack_dumps import StackError
 from collector.agent.samplers.stack_series import record_series
 from collector.findings import KINDS, Finding
-from training_harness.journal import start_ticks
 
 #: Share of a core that the series may take over the run.
 BUDGET_RATIO = 0.01
@@ -145,7 +144,7 @@ class LineSampler:
             try:
                 fields = self._record(main, seconds, with_children=with_children, on_begin=note_child)
             except StackError:
-                if self._is_off or start_ticks(main.pid) != main.start_ticks:
+                if self._is_off or not main.is_alive():
                     return
                 self._failures += 1
                 self._is_off = self._failures >= _MOST_FAILURES

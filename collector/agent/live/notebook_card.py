@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from collector.agent.live.prometheus import View, by_role
 from collector.report.html import live_card
 from collector.units import counted, percent, quantity
-from training_harness.layout import CARD
+from training_harness.layout import CARD, FOR_TRAINING, replace_file
 
 #: Seconds between two cards.
 EVERY_SECONDS = 3.0
@@ -36,27 +35,14 @@ class NotebookCard:
             return
         before, self._last = self._last, (now_seconds, view)
         speed = None if before is None else (_steps(view) - _steps(before[1])) / (now_seconds - before[0])
-        write_card(
-            self._run_dir,
-            live_card(
-                run_id=view.run_id,
-                name=view.name,
-                values=values(view, speed),
-                findings=view.findings,
-                judged=_judged(view),
-            ),
+        card = live_card(
+            run_id=view.run_id,
+            name=view.name,
+            values=values(view, speed),
+            findings=view.findings,
+            judged=_judged(view),
         )
-
-
-def write_card(run_dir: Path, html: str) -> None:
-    """Replace the card of a run, so that a reader sees the old one or the new one.
-
-    Raises:
-        OSError: the run directory cannot be written.
-    """
-    new = run_dir / f"{CARD}.new"
-    new.write_text(html, encoding="utf-8")
-    os.replace(new, run_dir / CARD)
+        replace_file(self._run_dir / CARD, card, FOR_TRAINING)
 
 
 def values(view: View, steps_per_second: float | None) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,6 @@ class View:
     """The state of a run at one moment, for the metrics.
 
     Attributes:
-        host: host of the collector.
         samples: stream -> its newest samples; those of `process` include the newest smaps reading of each process.
         findings: findings of the last verdict; None before the first.
         verdict_seconds: Unix time of that verdict.
@@ -205,14 +204,11 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def serve(address: tuple[str, int], take_view: Callable[[], View | None]) -> str:
-    """Serve the metrics from a thread that ends with the process.
+    """Serve the metrics from a thread that ends with the process; return their URL.
 
     Args:
         address: host and port; port 0 is any free port.
         take_view: returns the present view, None without a run; called in other threads, and must not raise.
-
-    Returns:
-        The URL.
 
     Raises:
         TidegaugeError: the address cannot be used.

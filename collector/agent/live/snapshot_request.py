@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from collector.errors import TidegaugeError
 from collector.report import wording
 from collector.store import ProcessKey, Run, living_processes
 from collector.units import duration
-from training_harness.layout import REQUESTS
+from training_harness.layout import FOR_TRAINING, REQUESTS, replace_file
 
 _POLL_SECONDS = 0.2
 
@@ -95,9 +94,7 @@ def put_request(
     expires_wall_ns = time.time_ns() + int(lasts_seconds * 1e9)
     body = {"what": what, "steps": steps, "expires_wall_ns": expires_wall_ns, "to": to, **more}
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(body))
-    os.replace(scratch, path)
+    replace_file(path, json.dumps(body), FOR_TRAINING)
 
 
 class _Listener:

@@ -243,16 +243,13 @@ class MemoryLimit(NamedTuple):
 def find_levels(
     controller: str, membership: bytes, root: Path = Path("/"), view: View | None = None
 ) -> Levels | None:
-    """Find the groups of a process under one controller (`memory`, `cpu`).
+    """Return the groups of a process under one controller; None if they are gone, or no hierarchy is mounted.
 
     Args:
-        controller: its name; a version 1 hierarchy that has it comes before version 2.
+        controller: `memory` or `cpu`; a version 1 hierarchy that has it comes before version 2.
         membership: content of the process's /proc/PID/cgroup.
         root: root of the file system that holds proc and the mounts.
         view: the files as the process sees them. They count if this process's own mounts do not show the group.
-
-    Returns:
-        None if the group is gone, or no hierarchy is mounted.
     """
     member = _membership(controller, membership)
     if member is None:
@@ -277,17 +274,11 @@ def find_levels(
 
 
 def read_memory(levels: Levels, binding: tuple[int, str] | None) -> Sample | None:
-    """Read the binding memory limit and the usage under it: the `cgroup_` columns of a sample.
+    """Return the binding memory limit and the usage under it; None if the process's own group is gone.
 
-    The number of kills is known without a limit too: then it counts those in the process's own group. Version 1
-    does not report reclaimable slab.
-
-    Args:
-        levels: groups of the memory controller.
-        binding: the limit that binds, as `find_binding` returns it.
-
-    Returns:
-        None if the process's own group is gone.
+    They are the `cgroup_` columns of a sample. `levels` are those of the memory controller, and `binding` is what
+    `find_binding` returns. The number of kills is known without a limit too: then it counts those in the process's
+    own group. Version 1 does not report reclaimable slab.
     """
     version, directories = levels
     if not os.path.isdir(directories[0]):

@@ -64,8 +64,7 @@ class ProcessTree:
     def update(self, named: Iterable[LocalProcess]) -> tuple[dict[LocalProcess, Stat], list[LocalProcess]]:
         """Update the tree; `named` processes belong to the run whatever their parents are.
 
-        Returns:
-            The living processes of the run, and its processes that have ended since the last call.
+        Return the living processes of the run, and its processes that have ended since the last call.
         """
         pids = procfs.pids(self._proc)
         alive: dict[LocalProcess, Stat] = {}
@@ -335,7 +334,6 @@ class Candidate:
     """A process that could be read now.
 
     Attributes:
-        key: the process.
         age_seconds: time since its last reading, or since it was first seen.
         cost_ns: expected CPU time of the reading.
         growth_ratio: growth per second, as a share of the process's size or of the headroom, whichever is smaller;

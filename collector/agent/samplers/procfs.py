@@ -34,6 +34,10 @@ class LocalProcess(NamedTuple):
     pid: int
     start_ticks: int
 
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+        return start_ticks("/proc", self.pid) == self.start_ticks
+
 
 class Stat(NamedTuple):
     """The fields of /proc/PID/stat that are needed.
@@ -41,7 +45,6 @@ class Stat(NamedTuple):
     Attributes:
         has_ended: whether it is a zombie, or about to become one.
         is_runnable: whether it computes, or waits for a core.
-        parent_pid, cpu_ticks, start_ticks: as the kernel reports them.
     """
 
     has_ended: bool

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.dashboard import DashboardServer, port_option, show_way
+from collector.commands.dashboard import DashboardServer, show_way
 from collector.commands.demo.tour import STOPS, show_runs
-from collector.commands.options import say
+from collector.commands.options import port_option, say
 from collector.errors import TidegaugeError
 from training_harness.layout import STORE_VARIABLE
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.dashboard import DashboardServer, address, port_option, show_way
+from collector.commands.dashboard import DashboardServer, address, show_way
 from collector.commands.demo.memory_limit import NoLimitError, memory_limited
-from collector.commands.options import home_option, say
+from collector.commands.options import home_option, port_option, say
 from collector.commands.report import judge
 from collector.commands.run import ENDED_BY_USER, job_command
 from training_harness.layout import RUN_ID_VARIABLE, STORE_VARIABLE
@@ -32,7 +32,6 @@ class Stop:
     """One run of the tour.
 
     Attributes:
-        name: name of the run.
         job: the words after `tidegauge job`.
         shows: description of the run in a few words.
         memory_mib: memory limit of the run, None for none.
@@ -105,8 +104,7 @@ def show_runs(runs: Sequence[Run], port: int) -> list[tuple[Run, Verdict]]:
     for run in runs:
         verdict = judge(run)
         verdicts.append((run, verdict))
-        name = run.manifest["name"]
-        card = short_card(verdict, run_id=run.run_id, name=name, address=address(port))
+        card = short_card(verdict, run_id=run.run_id, name=run.manifest["name"], address=address(port))
         terminal.print(card, crop=False)
     return verdicts
 
@@ -117,8 +115,9 @@ def _train(number: int, home: Path) -> Run | None:
 
     stop = STOPS[number]
     say(f"{number + 1} of {len(STOPS)}, {stop.name}: {stop.shows}")
+    own, mib = job_command(stop.job), stop.memory_mib
     try:
-        with _limited(job_command(stop.job), stop.memory_mib) as command:
+        with nullcontext(own) if mib is None else memory_limited(own, mib << 20) as command:
             outcome = run_command(command, home=home, name=stop.name, interval_seconds=_INTERVAL_SECONDS)
     except NoLimitError as error:
         say(f"{error}; this run is left out")
@@ -126,12 +125,3 @@ def _train(number: int, home: Path) -> Run | None:
     if outcome.exit_status in ENDED_BY_USER:
         sys.exit(outcome.exit_status)
     return outcome.run
-
-
-def _limited(command: list[str], memory_mib: int | None) -> AbstractContextManager[list[str]]:
-    """Return the context of a command, with its memory limit if it has one.
-
-    Raises:
-        NoLimitError: no limit can be set here.
-    """
-    return nullcontext(command) if memory_mib is None else memory_limited(command, memory_mib << 20)

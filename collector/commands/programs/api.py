@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from collector.commands.dashboard import DashboardServer
-from collector.commands.options import home_option
+from collector.commands.options import home_option, say
 from collector.commands.report import as_report, card_text, judge, the_app
 from collector.errors import TidegaugeError
 from training_harness.records import STREAMS
@@ -117,7 +117,7 @@ def _write_rows(run: Run, wanted: Mapping[str, Any], answer: BinaryIO) -> None:
     with read(run) as snapshot:
         snapshot.write_arrow(sql, wanted["params"], answer)
         for problem in snapshot.problems:
-            click.echo(f"tidegauge: {problem}", err=True)
+            say(problem)
 
 
 def _serve(home: Path, answer: BinaryIO) -> None:

@@ -63,8 +63,6 @@ class Process:
     """One process over the dumps of a series: its stacks in the last one, and what changed between the dumps.
 
     Attributes:
-        key: the process.
-        locus: its place.
         name: for the middle of a sentence.
         parent_pid: its parent, None if it was not recorded.
         threads: stacks of its threads; none if they could not be read.

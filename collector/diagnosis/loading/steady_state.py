@@ -41,7 +41,6 @@ class Pace:
     """One loop in the steady state; times in seconds, per batch.
 
     Attributes:
-        batches: steady batches.
         interval: between two yields, pauses of the loop cut off.
         wait: in the DataLoader: `starved` until a worker had made the batch, then `transfer` (queue, unpickling,
             pinning). All of it is `starved` where the workers set the pace: the thread of a worker that sends a

@@ -68,7 +68,6 @@ class AwaitedTime:
 
     Attributes:
         kind: kind of the finding that they explain.
-        locus: its place.
         stacks: stack -> number of moments; frames are outermost first, and begin where the time is lost.
         window: the time of the series, in words.
     """

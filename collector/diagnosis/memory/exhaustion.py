@@ -49,7 +49,6 @@ class Course:
         what: its name, at the beginning of a sentence.
         resource: the resource that is used.
         growing: its use, in the unit of `limit`, and the growth of that.
-        limit: the limit that it grows towards.
         reserve: part of the limit that is in use and not counted in the use.
         filling: the growth as one that ends, beyond the limit, if it decelerates.
     """

@@ -71,9 +71,6 @@ class Use:
     """The use of a resource over time: by one process, on one device or on one host.
 
     Attributes:
-        tables: the run.
-        series: name of the measurement in the evidence.
-        locus: its place.
         key: the process whose steps count; None for the steps of the run.
         times: times of the samples, seconds.
         values: the use at these times, in `unit`; NaN where not known.

@@ -23,7 +23,6 @@ class Resource:
     Attributes:
         leak: kind of the finding that its use keeps growing; `grows` is the sentence.
         unconfirmed: sentence on a growth that nothing confirms; `{grows}` stands for the other sentence.
-        confidence: of a leak.
         is_of_objects: True if it grows with objects that the program keeps.
         risk: kind of the finding that a limit will be met.
         max_headroom_ratio: headroom above which a forecast is no warning, as a multiple of the observed rise.

@@ -28,7 +28,6 @@ class Raised:
 
     Attributes:
         process: the process that raised it; for a DataLoader worker, its training process.
-        kind: its class.
         lines: lines of its message, at least one.
         site: ` at train.py:37, in main`; empty if it is not known.
         origin: how it came from a child, in words; empty if the process raised it itself.

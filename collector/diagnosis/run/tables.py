@@ -75,7 +75,6 @@ class RunTables:
     """One run.
 
     Attributes:
-        manifest: run.json.
         events: every event, in order of time; each has time_ns, kind, host, pid, start_ticks, rank.
         streams: a table per stream of `records.STREAMS`, each with the stream's columns and those of
             `records.IDENTITY`, in order of time; missing values are NA. An absent stream is an empty

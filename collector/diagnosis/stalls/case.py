@@ -36,7 +36,6 @@ class LoadingCase:
 
     Attributes:
         loop: the loop, without a first epoch of another pace.
-        steady: its pace.
         waited: the loss by all of its waits.
         since_step: step at the first steady batch.
     """
@@ -107,7 +106,6 @@ class EpochStarts:
     """Starts of a loop's epochs that cost the run time.
 
     Attributes:
-        loop: the loop.
         passes: the epochs that were measured (`epoch_start.passes`).
         loss: what the starts of all of its epochs cost the run.
     """

@@ -42,7 +42,6 @@ class Calibration:
             shared resource, `trace` assumes that they do not. If they do, `alternative` assumes that each waits by
             itself, since only other settings show how much of the waiting is a worker's own. Else None.
         batches: epoch and index of each batch.
-        setting: the setting of the run.
         sharing: tests for a shared resource; None where the workers do not mostly wait.
         slowdowns: times longer that computing took in workers and in the loop (`slowdown`).
         batches_per_second, wait_ratio: measured rate, and measured share of the time that the loop waited.

@@ -29,7 +29,6 @@ class Recommendation:
     """The setting that a loop should get.
 
     Attributes:
-        loop: the loop.
         measured: its throughput in batches per second; None if too few batches are recorded.
         setting: the setting, which may be its own; None if it is not known, or not known yet.
         best: the prediction for another setting.

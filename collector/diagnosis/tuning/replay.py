@@ -93,7 +93,6 @@ class Prediction:
     """Prediction for a setting.
 
     Attributes:
-        setting: the setting.
         batches_per_second: throughput on the trace.
         wait_ratio: share of its time that the loop waits on the trace.
         held_batches: mean number of batches that are ready, or in use by the loop.

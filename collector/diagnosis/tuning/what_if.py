@@ -48,7 +48,6 @@ class Option(Rate):
     """Prediction for a setting.
 
     Attributes:
-        setting: the setting.
         if_shared: throughput if the workers wait for a shared resource, where the main prediction is that each
             waits by itself. None where the run decides that, or where it makes no difference.
         if_apart: throughput if each worker waits by itself, where the main prediction is that they share. A run at

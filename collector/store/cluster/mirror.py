@@ -73,7 +73,7 @@ def _write_changed_documents(home: Path) -> None:
     if changed:
         for key, text in postgres.documents(changed).items():
             with documents.lock_documents(changed[key]):
-                documents.write_document(changed[key], key[1], text)
+                layout.replace_file(documents.document_path(changed[key], key[1]), text)
 
 
 def _folder(home: Path, run_id: str, name: str) -> Path | None:

@@ -84,8 +84,7 @@ class Address:
     """The address of the shared store that the environment names.
 
     Attributes:
-        conninfo: libpq connection string of the database, without the password.
-        password: password from the URL, if it has one.
+        conninfo: libpq connection string of the database, without the password of the URL.
         data: the folder or `s3://` prefix of all runs, with a slash at its end.
     """
 
@@ -130,10 +129,7 @@ def place(run_id: str) -> Place:
 
 
 def register(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Write this node's manifest of a run to the store; it replaces the one before.
-
-    Returns:
-        The manifests of all nodes of the run.
+    """Replace this node's manifest of a run in the store; return the manifests of all nodes of the run.
 
     Raises:
         TidegaugeError: another node of the same name takes part in the run, this one does not, or the store cannot

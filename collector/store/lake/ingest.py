@@ -159,8 +159,7 @@ class Ingester:
     def maintain(self) -> tuple[str, ...]:
         """Merge small files and delete those that no snapshot needs, unless readers hold the lock.
 
-        Returns:
-            One line per problem; the lake is correct with or without maintenance.
+        Return one line per problem; the lake is correct with or without maintenance.
         """
         with lake.private_files():
             try:

@@ -23,7 +23,6 @@ class Store(ABC):
     """The store of one run.
 
     Attributes:
-        run: the run.
         title: name of the lake in messages.
         has_one_clock: True if all records are of one host. Then rollups can say up to which time they are complete.
         counted_rows: SQL condition for the rows in this node's totals.

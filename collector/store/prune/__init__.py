@@ -9,10 +9,7 @@ from collector.store.runs.run import Run
 
 
 def delete_runs(home: Path, runs: Sequence[Run]) -> dict[Run, str]:
-    """Delete chosen runs, those of the shared store for all nodes.
-
-    Returns:
-        Run -> reason, for the runs that stay: they are pinned or in use.
+    """Delete chosen runs, those of the shared store for all nodes; return why some stay: pinned, or in use.
 
     Raises:
         TidegaugeError: something cannot be deleted.

@@ -41,10 +41,7 @@ def stored_runs(home: Path) -> list[StoredRun]:
 
 
 def delete(home: Path, runs: Iterable[Run]) -> dict[Run, str]:
-    """Delete runs from the shared store, and the rest of deletions that were killed.
-
-    Returns:
-        Run -> reason, for the runs that stay after all.
+    """Delete runs from the shared store, and the rest of killed deletions; return why some stay after all.
 
     Raises:
         TidegaugeError: the store cannot be reached, or something cannot be deleted.

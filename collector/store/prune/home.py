@@ -58,15 +58,10 @@ def stored_runs(home: Path) -> list[StoredRun]:
 
 
 def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int | None) -> list[StoredRun]:
-    """Return the runs that exceed the number or the size to keep, the oldest first.
+    """Return the runs that exceed the number or the size to keep; like `stored`, the oldest first.
 
     A run with a reason to keep it counts, and stays. The result has it only if its age alone would delete it.
     Trials of `tidegauge tune` do not count: those older than the oldest run to keep are in the result.
-
-    Args:
-        stored: all runs, the oldest first.
-        keep: number of newest runs to keep.
-        max_bytes: size of all runs together to keep.
     """
     excess = list(stored[: _oldest_kept(stored, keep)]) if keep is not None else []
     deleted_bytes = sum(run.size_bytes for run in excess if not run.keep_reason)
@@ -114,10 +109,7 @@ def keep_reason(run: Run) -> str | None:
 
 
 def delete(home: Path, runs: Iterable[Run]) -> dict[Run, str]:
-    """Delete runs of a home, and the rest of deletions that were killed.
-
-    Returns:
-        Run -> reason, for the runs that stay after all.
+    """Delete runs of a home, and the rest of killed deletions; return why some stay after all.
 
     Raises:
         TidegaugeError: something cannot be deleted.

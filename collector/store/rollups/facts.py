@@ -40,12 +40,9 @@ class Rollup:
     """A table of rollups: one row of facts about a stream per `width_ns` of time and value of `keys`.
 
     Attributes:
-        stream: the stream that is rolled up.
         keys: name and SQL type of the key columns.
-        facts: the other columns.
         sample: the value, in SQL, whose quantiles are asked for; empty for none.
         most_buckets: most buckets of a figure of it.
-        width_ns: width of a rollup in time.
     """
 
     stream: str

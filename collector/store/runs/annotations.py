@@ -14,8 +14,6 @@ class Annotation:
     Attributes:
         name: name given later; None for the one in the manifest.
         tags: all tags of the run; None for those in the manifest.
-        note: free text.
-        is_pinned: True if the run must not be deleted.
     """
 
     name: str | None = None

@@ -43,20 +43,6 @@ def read_document(folder: Path, name: str) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def write_document(folder: Path, name: str, text: str) -> None:
-    """Replace a document atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = document_path(folder, name)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(text)
-    os.replace(scratch, path)
-
-
 @contextlib.contextmanager
 def lock_documents(folder: Path) -> Iterator[None]:
     """Keep other editors of a folder's documents out; on a file system without locks, the last one wins.

@@ -191,8 +191,7 @@ def living_processes(
 ) -> frozenset[ProcessKey] | None:
     """Return the keys of the processes that are alive now; a zombie is not.
 
-    Returns:
-        None if it cannot be known: the run is of another boot, or a key is of another host.
+    None stands for unknown: the run is of another boot, or a key is of another host.
     """
     keys = frozenset(keys)
     if not of_this_boot(run) or any(host != socket.gethostname() for host, _, _ in keys):

@@ -65,7 +65,7 @@ def simulate_events(fetches, loop, *, workers, prefetch, in_order=True, cores=fl
 times = st.lists(st.floats(0.001, 1.0), min_size=8, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     fetches=times,
     workers=st.integers(1, 6),
@@ -133,7 +133,7 @@ def test_threads_bound_to_a_core_delay_each_other(workers):
     assert (found < 0.95 * 2 / 0.02) is (workers == 3), "two of three share a core, and the loop waits for these"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     fetch=st.floats(0.001, 0.1),
     loop=st.floats(0.001, 0.05),
@@ -174,7 +174,6 @@ def test_loop_without_workers_waits_for_each_fetch():
     assert found.wait_ratio == pytest.approx(0.75, abs=0.01)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10**9), st.integers(0, 10**9), st.floats(0.001, 0.2))
 def test_memory_grows_with_workers_and_with_prefetch(workers, prefetch, worker, payload, fetch):
     pairs = [(2, 2), (workers, prefetch), (workers + 1, prefetch), (workers, prefetch + 1)]
@@ -192,7 +191,7 @@ def test_memory_grows_with_workers_and_with_prefetch(workers, prefetch, worker, 
         assert memory.needed(one) <= memory.most(one) + 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(workers=st.integers(1, 6), prefetch=st.integers(1, 4), in_order=st.booleans(), seed=st.integers(0, 99))
 def test_held_batches_equal_those_of_an_event_driven_simulation(workers, prefetch, in_order, seed):
     generator = np.random.default_rng(seed)

@@ -48,7 +48,7 @@ def test_advice_has_the_command_of_the_run_if_it_can_be_repeated(manifest, words
     assert f"Measure other settings: `tidegauge tune -- {words}`" in advice
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workers=st.integers(0, 5),
     prefetch=st.integers(1, 4),

@@ -55,7 +55,7 @@ def collating_seconds(script):
     return total / 1e9
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     workers=st.integers(0, 5),
     prefetch=st.integers(1, 4),

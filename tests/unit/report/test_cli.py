@@ -185,7 +185,7 @@ def test_unexpected_error_names_the_file_with_its_traceback(tidegauge, monkeypat
 def test_home_option_of_a_job_may_be_anywhere(tidegauge, monkeypatch, arguments):
     started = []
 
-    def start(command, *, home, **_):
+    def start(command, _open_outlets, *, home, **_):
         started.append((home, command[-3:]))
         return RunOutcome(run=None, exit_status=0), None
 

@@ -18,9 +18,7 @@ from training_harness.records import STEP, STREAMS
 
 NAME = "h.4.step.1.journal"
 EVENT = {"time_ns": 1, "kind": "x", "host": "h", "pid": 1, "start_ticks": 2, "rank": None}
-FUZZ = settings(
-    max_examples=50, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=50, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NUMBERS = st.sampled_from([0, -1, 2**31, 2**62, 2**63, -(2**63) - 1, 10**400, float("inf"), float("nan")])
 VALUES = st.recursive(
     st.none()
