@@ -22,6 +22,7 @@ from collector.diagnosis.deaths.stuck_process import (
     helpers_compute,
     last_series,
     processes_of,
+    stuck_child,
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
@@ -96,7 +97,7 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
         if culprit is None:
             found |= _undelivered(life, processes, main, silent[main])
         elif culprit.key not in found and not culprit.is_evaluating:
-            found[culprit.key] = culprit, _finding(life, culprit, main, silent, series)
+            found[culprit.key] = culprit, _finding(life, culprit, processes, main, silent, series)
     return [*found.values()]
 
 
@@ -240,7 +241,7 @@ def _culprit(
         late = [processes[key] for key in others if key in processes and not processes[key].is_in_collective]
         return _culprit(life, processes, late[0].key, ()) if late else process
     if process.activity != WAITS_FOR_BATCH or process.is_suspended:
-        return process
+        return stuck_child(process, processes.values()) or process
     slots = worker_slots(life.tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     return who_holds_up(workers)
@@ -286,7 +287,14 @@ def _undelivered(
     return {key: (worker, finding)}
 
 
-def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silent, series: Series) -> Finding:
+def _finding(
+    life: Lifecycle,
+    culprit: Process,
+    processes: Mapping[ProcessKey, Process],
+    main: ProcessKey,
+    silent: _Silent,
+    series: Series,
+) -> Finding:
     silence, others_count = silent[main], len(silent) - 1
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
@@ -297,7 +305,8 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
         evidence.append(fact("longest_pause_seconds", round(silence["longest_seconds"], 1), "until then"))
-    death = catalogue.HANG_OF_WORKER if is_worker else catalogue.HANG
+    is_child = culprit.locus.role == "other"
+    death = catalogue.HANG_OF_WORKER if is_worker else catalogue.HANG_OF_CHILD if is_child else catalogue.HANG
     found = death.finding(
         locus=culprit.locus,
         since_step=last_step(life.tables, main),
@@ -306,8 +315,9 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         confidence=0.95 if culprit.is_stuck and len(series) > 1 else 0.7,
         what=sentence(culprit.name),
         does=waits or "standing still",
-        where=culprit.where,
+        where=culprit.where if not is_child or culprit.stands_in_own_code else "",
         training=life.name(main),
+        waits_where=processes[main].where,
         held=_held(others_count, waits),
         hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
         silent=duration(seconds),
