@@ -38,7 +38,7 @@ from collector.diagnosis.run.columns import (
     written,
 )
 from collector.diagnosis.run.exceptions import raised_in
-from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, fact
@@ -64,7 +64,7 @@ def find_hangs(tables: RunTables) -> list[Finding]:
     A rank that no stacks show is named by dumps of PyTorch's Flight Recorder, where there are some.
     """
     life = lifecycle_of(tables)
-    events = [event for event in tables.events_of("stacks") if event["silent"]]
+    events = [event for event in tables.events_of("stacks") if event["silent"] and not _is_interrupted(life, event)]
     by_stacks: list[Finding] = []
     by_dumps: list[Finding] = []
     for host in sorted({str(event["host"]) for event in events}):
@@ -79,6 +79,12 @@ def find_hangs(tables: RunTables) -> list[Finding]:
         if standstill is not None and standstill.missing and not found:
             by_dumps.append(_of_rank(life, standstill, silent, [one for _, one in held_up]))
     return by_stacks or by_dumps[:1] or _timed_out(life)
+
+
+def _is_interrupted(life: Lifecycle, stacks: Mapping[str, Any]) -> bool:
+    """Return whether a Ctrl-C or another signal came before a dump: the stacks then show how the run ends."""
+    raised = (event for event in life.exceptions.values() if event["host"] == stacks["host"])
+    return any(event["time_ns"] < stacks["time_ns"] and signal_raised(event) for event in raised)
 
 
 def _silent_in(life: Lifecycle, series: Series) -> _Silent:
