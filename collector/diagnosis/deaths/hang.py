@@ -41,7 +41,7 @@ from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, fact
+from collector.findings import SEVERITIES, Advice, Evidence, Finding, Locus, Severity, fact
 from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
@@ -54,6 +54,12 @@ _LONG_PATIENCE = 4.0
 _RECORDED_CONFIDENCE, _DOUBTED_CONFIDENCE = 0.98, 0.5
 #: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
 _AT_ONCE_SECONDS = 5.0
+#: Advice on a rank that others wait for in a collective while it stands elsewhere.
+_EQUAL_STEPS = Advice(
+    text="Check that all ranks do the same number of steps: shards of equal size (DistributedSampler, "
+    "drop_last=True), or `with model.join():` around the loop",
+    expected="no rank waits in a collective for one that has left the loop",
+)
 #: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
 _Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
@@ -329,6 +335,8 @@ def _finding(
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    if others_count and culprit.locus.role == "main" and waits != COLLECTIVE:
+        found = replace(found, advice=(*found.advice, _EQUAL_STEPS))
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")

@@ -281,6 +281,7 @@ def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
     assert (finding.locus.rank, finding.locus.pid) == (1, 200)
     assert "save, train.py:35" in finding.summary
     assert "1 other rank waits for it" in finding.summary
+    assert "join()" in finding.advice[-1].text
 
 
 def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
