@@ -318,7 +318,10 @@ class JournalWriter:
 
 
 class EventLog:
-    """Log of rare, structured events, one JSON object per line and one `write(2)` each."""
+    """Log of rare, structured events, one JSON object per line and one `write(2)` each.
+
+    Its file stays open from the first event on: a training that runs out of descriptors can tell of that.
+    """
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self._path = directory / f"{identity.host}.{identity.pid}.jsonl"
@@ -328,6 +331,8 @@ class EventLog:
             "start_ticks": identity.start_ticks,
             "rank": identity.rank,
         }
+        self._fd = -1
+        self._file: tuple[int, int] | None = None
 
     def append(self, kind: EventKind, **fields: object) -> None:
         """Write one event, without secrets in its texts; `fields` must be JSON-able.
@@ -337,13 +342,23 @@ class EventLog:
         event = {"time_ns": time.monotonic_ns(), "kind": kind, **self._writer, **fields}
         try:
             line = json.dumps(redact_fields(event), default=repr).encode() + b"\n"
-            descriptor = os.open(self._path, _APPEND, 0o600)
-            try:
-                os.write(descriptor, line)
-            finally:
-                os.close(descriptor)
+            if not self._has_file_open():
+                self._fd = os.open(self._path, _APPEND, 0o600)
+                self._file = _file_id(self._fd)
+            os.write(self._fd, line)
         except (OSError, ValueError):
             pass
+
+    def __del__(self) -> None:
+        if self._has_file_open():
+            os.close(self._fd)
+
+    def _has_file_open(self) -> bool:
+        """Return whether the descriptor is still that of the file, whatever the program closed."""
+        try:
+            return self._fd >= 0 and _file_id(self._fd) == self._file
+        except OSError:
+            return False
 
 
 def _file_id(descriptor: int) -> tuple[int, int]:

@@ -82,7 +82,8 @@ def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
     causes = ("main-heap-leak",) if is_of_files else ("main-heap-leak", "fd-leak")
     for kind in causes:
         for cause in _in_same_process(findings, kind, of_batches):
-            is_of_batches = kind != "fd-leak" or cause.value_of("process_shm_rise_bytes") is not None
+            shares = cause.value_of("process_shm_rise_bytes"), of_batches.value_of("kept_tensors_rise_bytes")
+            is_of_batches = kind != "fd-leak" or any(share is not None for share in shares)
             if cause.severity != "info" and is_of_batches:
                 return kind
     return None

@@ -102,6 +102,7 @@ LABELS = {
     "shm_used_rise_bytes": "growth of /dev/shm",
     "mapped_rise_bytes": "mapped since the last sample",
     "shm_used_peak_bytes": "highest use of /dev/shm",
+    "kept_tensors_rise_bytes": "growth of what its open files may keep",
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
     "epoch_seconds": "epoch, first batch to last",

@@ -14,7 +14,7 @@ where work is pending.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,10 +210,21 @@ class HangWatch:
         }
 
     def _of_training(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
-        """Return the training processes and their workers, the former first, as many as are read in one tick."""
+        """Return the training processes, their workers, and other children of theirs in Python.
+
+        They come in this order, as many as are read in one tick.
+        """
         ranked = [(self._roles.role_of(process).role, process) for process in alive]
-        chosen = [(role != ROLE_MAIN, process) for role, process in ranked if role in (ROLE_MAIN, ROLE_WORKER)]
-        return [process for _, process in sorted(chosen)[:_MOST_PROCESSES]]
+        mains = sorted(process for role, process in ranked if role == ROLE_MAIN)
+        workers = sorted(process for role, process in ranked if role == ROLE_WORKER)
+        pids = {process.pid for process in mains}
+        children = [process for process in sorted(self._helpers_of(alive)) if self._is_python_of(pids, process)]
+        return [*mains, *workers, *children][:_MOST_PROCESSES]
+
+    def _is_python_of(self, parent_pids: set[int], process: LocalProcess) -> bool:
+        stat = procfs.read_stat(self._proc, process.pid)
+        program = read_program(self._proc, process.pid)
+        return stat is not None and stat.parent_pid in parent_pids and program is not None and program.is_python
 
     def _helpers_of(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
         return [process for process in alive if self._roles.role_of(process).role == ROLE_OTHER]
@@ -243,20 +254,28 @@ class HangWatch:
             return
         tcp, totals = tcp_moved(), dict[LocalProcess, int | None]()
         by_pid = {process.pid: process for process in processes}
-        for process in (*processes, *self._helpers_of(alive)):
-            stat = procfs.read_stat(self._proc, process.pid)
-            parent = by_pid.get(stat.parent_pid) if stat else None
-            inherited = sockets(self._proc, parent.pid) if parent else set()
-            total = moved_bytes(self._proc, process.pid, tcp, inherited)
-            if by_pid.get(process.pid) == process:
-                totals[process] = total
-            elif parent is not None and total is not None:
+        for process in processes:
+            totals[process] = self._moved_bytes(process, by_pid, tcp)[1]
+        for process in self._helpers_of(alive):
+            parent, total = self._moved_bytes(process, by_pid, tcp)
+            if parent is None or total is None:
+                continue
+            if process not in totals or self._roles.role_of(parent).role == ROLE_MAIN:
                 totals[parent] = (totals[parent] or 0) + total
         self._traffic = {
             process: self._traffic.get(process) or _Traffic(total) for process, total in totals.items()
         }
         for process, total in totals.items():
             self._traffic[process].note(now_ns, total)
+
+    def _moved_bytes(
+        self, process: LocalProcess, by_pid: Mapping[int, LocalProcess], tcp: Mapping[str, int]
+    ) -> tuple[LocalProcess | None, int | None]:
+        """Return its parent, if that is among `by_pid`, and the bytes that it moved by itself."""
+        stat = procfs.read_stat(self._proc, process.pid)
+        parent = by_pid.get(stat.parent_pid) if stat else None
+        inherited = sockets(self._proc, parent.pid) if parent else set()
+        return parent, moved_bytes(self._proc, process.pid, tcp, inherited)
 
     def _stacks(self, now_ns: int, process: LocalProcess) -> dict[str, Any]:
         role = self._roles.role_of(process)

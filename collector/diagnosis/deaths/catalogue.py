@@ -9,6 +9,7 @@ from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
 from collector.diagnosis.deaths.stuck_process import (
     AWAITS_POOL,
     AWAITS_QUEUE,
+    AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
     COLLECTIVE,
@@ -87,6 +88,11 @@ _HANG_ADVICE = {
         "and where it stands; give `get` a timeout",
         expected="an exception in place of the hang",
     ),
+    AWAITS_TAKER: Advice(
+        text="Take everything out of its queue (`get`) before `join`, or let it call `cancel_join_thread()` on the "
+        "queue if the rest may be lost",
+        expected="it ends as soon as what it put is taken, and `join` returns",
+    ),
     AWAITS_THREAD: Advice(
         text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
         expected="the line that the thread executes is the cause",
@@ -125,6 +131,11 @@ _OWN_LOCK = Advice(
     "the same order everywhere",
     expected="no thread waits for a lock whose holder waits for it",
 )
+_FORKED_LOCK = Advice(
+    text="Start that process by `multiprocessing.get_context('spawn')`, or before the training uses threads",
+    expected="a process that is forked from one with threads, as OpenMP starts them, inherits locks that no thread "
+    "of it will ever release; one that is spawned has none of them",
+)
 _READ_OUTPUT = Advice(
     text="Read the child's output while it runs: use subprocess.run or communicate(), or stdout=subprocess.DEVNULL",
     expected="its pipe never fills, and it ends",
@@ -150,6 +161,12 @@ HANG_OF_WORKER = replace(
             expected="training ends with an exception, not silently",
         ),
     ),
+)
+#: A process that the training started by itself, and waits for.
+HANG_OF_CHILD = replace(
+    HANG,
+    sentence="{what} {hangs}: it is {does}{where}; {training} waits for it{waits_where}, and has not "
+    "trained for {silent}{held}.",
 )
 #: All workers wait for an index, and the batch that the training waits for was made.
 HANG_OF_UNDELIVERED = replace(
@@ -184,8 +201,8 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]
     if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
         remedies = [_READ_OUTPUT]
-    if kind == "blocked on a lock" and hang.locus.role == "main":
-        remedies = [_OWN_LOCK]
+    if kind == "blocked on a lock" and hang.locus.role != "worker":
+        remedies = [_OWN_LOCK if hang.locus.role == "main" else _FORKED_LOCK]
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
     if goes_on:
         advice.append(_LOOK_AGAIN)

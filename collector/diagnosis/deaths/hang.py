@@ -22,6 +22,7 @@ from collector.diagnosis.deaths.stuck_process import (
     helpers_compute,
     last_series,
     processes_of,
+    stuck_child,
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
@@ -37,10 +38,10 @@ from collector.diagnosis.run.columns import (
     written,
 )
 from collector.diagnosis.run.exceptions import raised_in
-from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, fact
+from collector.findings import SEVERITIES, Advice, Evidence, Finding, Locus, Severity, fact
 from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
@@ -53,6 +54,12 @@ _LONG_PATIENCE = 4.0
 _RECORDED_CONFIDENCE, _DOUBTED_CONFIDENCE = 0.98, 0.5
 #: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
 _AT_ONCE_SECONDS = 5.0
+#: Advice on a rank that others wait for in a collective while it stands elsewhere.
+_EQUAL_STEPS = Advice(
+    text="Check that all ranks do the same number of steps: shards of equal size (DistributedSampler, "
+    "drop_last=True), or `with model.join():` around the loop",
+    expected="no rank waits in a collective for one that has left the loop",
+)
 #: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
 _Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
@@ -63,7 +70,7 @@ def find_hangs(tables: RunTables) -> list[Finding]:
     A rank that no stacks show is named by dumps of PyTorch's Flight Recorder, where there are some.
     """
     life = lifecycle_of(tables)
-    events = [event for event in tables.events_of("stacks") if event["silent"]]
+    events = [event for event in tables.events_of("stacks") if event["silent"] and not _is_interrupted(life, event)]
     by_stacks: list[Finding] = []
     by_dumps: list[Finding] = []
     for host in sorted({str(event["host"]) for event in events}):
@@ -78,6 +85,12 @@ def find_hangs(tables: RunTables) -> list[Finding]:
         if standstill is not None and standstill.missing and not found:
             by_dumps.append(_of_rank(life, standstill, silent, [one for _, one in held_up]))
     return by_stacks or by_dumps[:1] or _timed_out(life)
+
+
+def _is_interrupted(life: Lifecycle, stacks: Mapping[str, Any]) -> bool:
+    """Return whether a Ctrl-C or another signal came before a dump: the stacks then show how the run ends."""
+    raised = (event for event in life.exceptions.values() if event["host"] == stacks["host"])
+    return any(event["time_ns"] < stacks["time_ns"] and signal_raised(event) for event in raised)
 
 
 def _silent_in(life: Lifecycle, series: Series) -> _Silent:
@@ -96,7 +109,7 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
         if culprit is None:
             found |= _undelivered(life, processes, main, silent[main])
         elif culprit.key not in found and not culprit.is_evaluating:
-            found[culprit.key] = culprit, _finding(life, culprit, main, silent, series)
+            found[culprit.key] = culprit, _finding(life, culprit, processes, main, silent, series)
     return [*found.values()]
 
 
@@ -240,7 +253,7 @@ def _culprit(
         late = [processes[key] for key in others if key in processes and not processes[key].is_in_collective]
         return _culprit(life, processes, late[0].key, ()) if late else process
     if process.activity != WAITS_FOR_BATCH or process.is_suspended:
-        return process
+        return stuck_child(process, processes.values()) or process
     slots = worker_slots(life.tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     return who_holds_up(workers)
@@ -286,7 +299,14 @@ def _undelivered(
     return {key: (worker, finding)}
 
 
-def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silent, series: Series) -> Finding:
+def _finding(
+    life: Lifecycle,
+    culprit: Process,
+    processes: Mapping[ProcessKey, Process],
+    main: ProcessKey,
+    silent: _Silent,
+    series: Series,
+) -> Finding:
     silence, others_count = silent[main], len(silent) - 1
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
@@ -297,7 +317,8 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
         evidence.append(fact("longest_pause_seconds", round(silence["longest_seconds"], 1), "until then"))
-    death = catalogue.HANG_OF_WORKER if is_worker else catalogue.HANG
+    is_child = culprit.locus.role == "other"
+    death = catalogue.HANG_OF_WORKER if is_worker else catalogue.HANG_OF_CHILD if is_child else catalogue.HANG
     found = death.finding(
         locus=culprit.locus,
         since_step=last_step(life.tables, main),
@@ -306,13 +327,16 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         confidence=0.95 if culprit.is_stuck and len(series) > 1 else 0.7,
         what=sentence(culprit.name),
         does=waits or "standing still",
-        where=culprit.where,
+        where=culprit.where if not is_child or culprit.stands_in_own_code else "",
         training=life.name(main),
+        waits_where=processes[main].where,
         held=_held(others_count, waits),
         hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    if others_count and culprit.locus.role == "main" and waits != COLLECTIVE:
+        found = replace(found, advice=(*found.advice, _EQUAL_STEPS))
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
@@ -168,6 +169,16 @@ def _disk(raised: _Raised) -> Cause:
     return replace(cause, sentence=sentence, advice=(*resources.SHARED_MEMORY.leak_advice, *cause.advice))
 
 
+def _archive(raised: _Raised) -> Cause | None:
+    """Explain an archive that reads as damaged in a forked worker, which shares the position in its file."""
+    methods = (
+        one.get("start_method") for (key, _), one in loader_settings(raised.tables).items() if key == raised.key
+    )
+    if "DataLoader worker process" not in raised.trace or "fork" not in methods:
+        return None
+    return _SHARED_FILE(raised)
+
+
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
@@ -215,6 +226,14 @@ _SENDER = _known(
     "each tensor can still be opened when it is received",
     "your code",
     sentence=" It was opening a tensor in shared memory, and the process that sent it had ended.",
+)
+_SHARED_FILE = _known(
+    "Open the file in each worker, at its first `__getitem__` or in worker_init_fn, and not before the workers "
+    "start. If it fails with num_workers=0 too, the file is damaged",
+    "each worker has a position of its own in the file",
+    "your code",
+    sentence=" It was in a forked worker. Workers share the position in a file that was opened before they were "
+    "forked, so each may read at the place of another one.",
 )
 _CUDA_IN_WORKER = _known(
     "Keep CUDA out of dataset, transforms and collate_fn: move the batch to the GPU in the training "
@@ -296,6 +315,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
         (r"can't start new thread|Resource temporarily unavailable", _processes),
         (r"FileNotFoundError|EOFError|Connection(?:Reset|Refused)Error|open shared memory object", _sender),
+        (r"BadZipFile|LZMAError|while decompressing|unexpected end of data|ead data \((?:inflate|wrong)", _archive),
         (r"re-initialize CUDA in forked subprocess", _CUDA_IN_WORKER),
         (r"daemonic processes are not allowed to have children", _NO_CHILDREN),
         (r"BrokenProcessPool", _POOL),

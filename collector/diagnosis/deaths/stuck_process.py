@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import PurePath
@@ -39,6 +39,9 @@ _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
 AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item of a queue"
 AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
+#: A process of `multiprocessing` ends only when its queues have handed over all that it put.
+AWAITS_TAKER = "waiting to end until someone takes what it put in a queue"
+_ENDING = ("_exit_function", "multiprocessing/util.py")
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
 _AWAITED = (
@@ -52,6 +55,8 @@ _AWAITED = (
 STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
 #: Parts of paths of frames in phases that may take any time: a compilation, a debugger.
 _PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/")
+#: The same of operations on tensors, without `torch/multiprocessing/`.
+_OPERATION_PATHS = ("torch/nn/", "torch/_tensor.py", "torch/functional.py", "torch/_ops.py", "torch/autograd/")
 #: Part of the paths of frames in a pass of a model.
 _PASS_PATHS = ("torch/nn/modules/module.py",)
 #: The same for a notebook; between two cells it runs no code of its user.
@@ -92,7 +97,7 @@ class Process:
 
     @property
     def feeder(self) -> Stack | None:
-        """The thread that sends a worker's batches, if it is stuck in sending one."""
+        """The thread that sends what the process put in a queue, a worker its batches, if it is stuck in that."""
         feeding = (stack for stack in self.threads if stack.activity == FEEDS_QUEUE)
         return next((one for one in feeding if one.frames and not one.frames[0].function.endswith("wait")), None)
 
@@ -114,6 +119,11 @@ class Process:
         return f" in {_place_words(self.frame)}" if self.frame is not None else ""
 
     @property
+    def stands_in_own_code(self) -> bool:
+        """True if a frame is the user's own."""
+        return self.frame is not None and self.frame.is_own
+
+    @property
     def waits(self) -> str | None:
         """The thing that it waits for, or `computing`; None if the kernel does not tell."""
         if self.is_busy:
@@ -128,6 +138,8 @@ class Process:
         """The thing that another thread or process of the program should deliver to its main thread, if any."""
         if self.main is None:
             return None
+        if self.feeder is not None and any(is_in(frame, *_ENDING) for frame in self.main.frames):
+            return AWAITS_TAKER
         calls = [*takewhile(lambda frame: not frame.is_own, self.main.frames)]
         found = (words for name, paths, words in _AWAITED if any(is_in(frame, name, paths) for frame in calls))
         awaited = next(found, None)
@@ -169,6 +181,12 @@ class Process:
     def is_at_lock(self) -> bool:
         """True if the main thread is blocked on a lock."""
         return self.main is not None and self.main.is_at_lock
+
+    @property
+    def computes_at_innermost(self) -> bool:
+        """True if the main thread's innermost frame is the user's own, or torch's: it is amid an operation."""
+        frames = self.main.frames if self.main else ()
+        return bool(frames) and (frames[0].is_own or any(path in frames[0].path for path in _OPERATION_PATHS))
 
     @property
     def is_in_long_phase(self) -> bool:
@@ -231,7 +249,7 @@ def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:
         # A dump can fail while the interpreter changes what is read.
         readable = [entry for entry in entries if entry["threads"]] or entries[-1:]
         entry, before = readable[-1], readable[:-1]
-        where = Locus(host=host, rank=rank_of(life.tables, key), role="main", pid=key[1])
+        where = replace(life.locus(key), role=life.role(key) if life.mains else "main")
         threads = tuple(from_fields(thread, where) for thread in entry["threads"])
         if slot := slots.get(key[:2]):
             where = replace(
@@ -287,6 +305,18 @@ def helpers_compute(series: Series) -> bool:
     wall_seconds = (series[-1]["time_ns"] - series[0]["time_ns"]) / 1e9
     used_seconds = series[-1]["helpers_cpu_seconds"] - series[0]["helpers_cpu_seconds"]
     return bool(wall_seconds > 0 and used_seconds / wall_seconds > _HELPERS_RATIO)
+
+
+def stuck_child(parent: Process, processes: Iterable[Process]) -> Process | None:
+    """Return a child, neither rank nor worker, that a process waits for while that child itself is stuck at a lock.
+
+    A child that waits for its next task at the lock of a queue is idle, and stands in the library's code.
+    """
+    if not (parent.waits or "").startswith("waiting for"):
+        return None
+    children = (one for one in processes if one.parent_pid == parent.key[1] and one.locus.role == "other")
+    stuck = (one for one in children if one.is_at_lock and one.is_stuck and one.moved_seconds_ago is None)
+    return next((one for one in stuck if one.awaits == AWAITS_TAKER or one.computes_at_innermost), None)
 
 
 def who_holds_up(workers: Sequence[Process]) -> Process | None:

@@ -55,7 +55,8 @@ HEAP = Resource(
     leak_advice=(
         Advice(
             text="Look for what keeps a reference per step: losses or outputs kept with their graph (use .item() "
-            "or .detach()), growing lists of metrics, caches and queues without bound, create_graph=True",
+            "or .detach()), metrics without reset(), itertools.cycle over a loader, hooks that store activations, "
+            "lists, caches and queues without bound, create_graph=True",
             expected="the growth of {slope}/s stops",
         ),
     ),
@@ -393,7 +394,8 @@ OPEN_FILES = Resource(
     full_advice=_FILES_ADVICE,
 )
 _CLONE = Advice(
-    text="Do not keep batches that came from workers: keep .clone() or numbers, or share them by "
+    text="Do not keep batches that came from workers, in a list or by itertools.cycle over the loader: keep "
+    "numbers, and a .clone() of what must stay, or share them by "
     'torch.multiprocessing.set_sharing_strategy("file_system")',
     expected="the descriptor of each tensor is closed with its batch",
 )

@@ -35,6 +35,7 @@ from collector.diagnosis.run.columns import (
     sampled,
     sampled_on,
     seconds,
+    written,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence
@@ -123,13 +124,13 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     trend, negligible = use.growth(), negligible_bytes(memory.used)
     young = young_growth(use, trend, negligible)
     if young is not None:
-        growing = GrowingUse(use, young, _witnesses_of_run(samples, _mapped(tables, host), young))
+        growing = GrowingUse(use, young, _witnesses_of_run(tables, host, samples, young))
         small = young_finding(growing, negligible=negligible, grows="/dev/shm grows")
         return [small, *_too_full(memory, host)] if growing.witnesses else _too_full(memory, host)
     if trend is None:
         return _too_full(memory, host)
     mapped = _mapped(tables, host)
-    of_run = _witnesses_of_run(samples, mapped, trend)
+    of_run = _witnesses_of_run(tables, host, samples, trend)
     of_host = {"host_shmem_rise_bytes": (memory.times, floats(samples, "memory_shmem_bytes"))}
     growing = GrowingUse(use, trend, (*of_run, *witnesses_of(trend, of_host)))
     part = growing if of_run else _run_part(tables, host, memory, mapped)
@@ -170,10 +171,28 @@ def _exhaustion(growing: GrowingUse, memory: SharedMemory) -> list[Finding]:
     return [exhaustion_finding(course)] if growing.witnesses and course.is_relevant else []
 
 
-def _witnesses_of_run(samples: pd.DataFrame, mapped: tuple[Floats, Floats], trend: Growth) -> tuple[Evidence, ...]:
+def _witnesses_of_run(tables: RunTables, host: str, samples: pd.DataFrame, trend: Growth) -> tuple[Evidence, ...]:
     """Return the evidence that the run fills /dev/shm."""
-    of_cgroup = seconds(samples), floats(samples, "cgroup_shmem_bytes")
-    return witnesses_of(trend, {"cgroup_shmem_rise_bytes": of_cgroup, "process_shm_rise_bytes": mapped})
+    series = {
+        "cgroup_shmem_rise_bytes": (seconds(samples), floats(samples, "cgroup_shmem_bytes")),
+        "process_shm_rise_bytes": _mapped(tables, host),
+    }
+    if found := witnesses_of(trend, series):
+        return found
+    mains = (key for key in lifecycle_of(tables).mains if key[0] == host)
+    kept = (witnesses_of(trend, {"kept_tensors_rise_bytes": _kept(tables, key)}) for key in mains)
+    return next(filter(None, kept), ())
+
+
+def _kept(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
+    """Return times (seconds) and the bytes of tensors from workers that the open files of a process may hold.
+
+    It maps only the pages that it reads. A descriptor holds a batch at most.
+    """
+    rows = while_training(tables, sampled(tables, key))
+    batches = written(tables, "batch", key)
+    batch = peak(floats(batches[floats(batches, "worker") >= 0], "payload_bytes"))
+    return seconds(rows), floats(rows, "fd_count") * batch
 
 
 def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
@@ -189,12 +208,14 @@ def _has_segments(tables: RunTables, host: str) -> bool:
 
 
 def _holder(growing: GrowingUse) -> ProcessKey | None:
-    """Return the training process that maps most of a growth: it keeps batches from its workers, or segments."""
+    """Return the training process that maps or keeps most of a growth: batches from its workers, or segments."""
     tables = growing.use.tables
+    is_kept = any(witness.name == "kept_tensors_rise_bytes" for witness in growing.witnesses)
     for key in lifecycle_of(tables).mains:
         rows = while_training(tables, sampled(tables, key))
-        ratio = share_of(seconds(rows), floats(rows, "shm_bytes"), growing.trend)
-        if key[0] == growing.use.locus.host and ratio >= CONFIRMED:
+        maps = share_of(seconds(rows), floats(rows, "shm_bytes"), growing.trend) >= CONFIRMED
+        keeps = is_kept and share_of(*_kept(tables, key), growing.trend) >= CONFIRMED
+        if key[0] == growing.use.locus.host and (maps or keeps):
             return key
     return None
 

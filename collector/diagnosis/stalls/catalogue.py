@@ -16,7 +16,7 @@ from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
 from collector.diagnosis.stalls.case import LoadingCase, loop_locus
-from collector.diagnosis.stalls.cost import Loss, confidence
+from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
@@ -79,7 +79,19 @@ def slow_transfer(case: LoadingCase) -> Finding:
         )
         measured["other_threads_cores_count"], advice = cores, (_MOVE_THREADS,)
     finding = no_cause(case, missing)
-    return dataclasses.replace(finding, evidence=(*finding.evidence, *case.measured(**measured)), advice=advice)
+    finding = dataclasses.replace(finding, evidence=(*finding.evidence, *case.measured(**measured)), advice=advice)
+    loss = case.loss(steady.transfer - steady.fetch_mean)
+    if cores >= _BUSY_THREADS or steady.fetch_mean >= HAND_OVER_SECONDS or loss.ratio < LEAST_LOST_RATIO:
+        return finding
+    return dataclasses.replace(  # it is made in less time than any transfer takes
+        finding,
+        kind="copy-bound",
+        summary=f"The workers of loader {case.loop.loader} cost more than they save: a batch is made in "
+        f"{duration(steady.fetch_mean)}, and its transfer takes {duration(steady.transfer)}. {loss.words}",
+        evidence=(*loss.evidence(), *finding.evidence),
+        fault="your settings",
+        **case.facts("main", loss),
+    )
 
 
 def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -27,8 +29,9 @@ def roles():
 class Training:
     """A training whose clock is turned by hand; `train` appends a batch every so often, `wait` lets time pass."""
 
-    def __init__(self, directory, roles, read):
+    def __init__(self, directory, roles, read, started=()):
         self.now = 0.0
+        self._alive = [MAIN, *started]
         self.taken = []
         self._journal = directory / f"{HOST}.{MAIN.pid}.batch.0.journal"
         self._watch = HangWatch(directory, HOST, roles, read=read)
@@ -44,7 +47,7 @@ class Training:
     def wait(self, seconds):
         for _ in range(seconds):
             self.now += 1
-            if (fields := self._watch.tick(round(self.now * 1e9), [MAIN])) is not None:
+            if (fields := self._watch.tick(round(self.now * 1e9), self._alive)) is not None:
                 self.taken.append((self.now, fields))
         return self
 
@@ -105,6 +108,18 @@ def test_a_process_whose_stacks_cannot_be_read_is_recorded_with_the_reason(tmp_p
     entry = training.taken[0][1]["processes"][0]
     assert (entry["error"], entry["threads"]) == ("not allowed here", [])
     assert entry["cpu_seconds"] is not None
+
+
+def test_a_python_process_that_the_training_started_is_in_the_dumps(tmp_path, roles):
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child, subprocess.Popen(["sleep", "60"]) as program:
+        child.stdout.readline()
+        started = [LocalProcess(child.pid, 78), LocalProcess(program.pid, 79)]
+        training = Training(tmp_path, roles, lambda pid, where, proc: [], started).train(10).wait(20)
+        child.kill()
+        program.kill()
+    pids = [process["pid"] for process in training.taken[0][1]["processes"]]
+    assert pids == [MAIN.pid, child.pid]
 
 
 class Foreign:

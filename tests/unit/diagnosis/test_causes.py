@@ -117,6 +117,17 @@ def test_threads_that_compute_while_the_loop_waits_for_finished_batches_are_told
     assert finding.advice[0].text.startswith("Find the thread" if computing else "Set num_workers=0")
 
 
+@pytest.mark.parametrize(("made_in", "kind"), [(2e-4, "copy-bound"), (2e-3, "cannot-tell")])
+def test_workers_that_cost_more_than_they_save_are_told_so(made_in, kind):
+    """A batch that is made faster than any transfer takes needs no worker."""
+    run = STEADY | {"service": jittered(made_in), "consumer": jittered(0.006), "batches": 4000}
+    script = with_longer_waits(simulate(**run), 0.005, blocked=True, payload_bytes=200, ready_count=2)
+    kinds, found = loading_findings(script)
+    assert kinds == [(kind, "warning" if kind == "copy-bound" else "info")]
+    assert ("cost more than they save: a batch is made in 200 µs" in found[kind].summary) == (kind == "copy-bound")
+    assert found[kind].advice[0].text == "Set num_workers=0"
+
+
 @pytest.mark.parametrize("payload", [10_000, np.nan])
 def test_slow_transfer_of_batches_without_tensors_is_told_so(payload):
     script = simulate(collate="list", **STEADY | {"consumer": jittered(0.06), "batches": 400})

@@ -143,6 +143,15 @@ def test_a_training_that_catches_the_ctrl_c_which_ends_its_hang_did_not_go_on(ex
     assert len(find_hangs(script.tables())) == hangs_count
 
 
+def test_stacks_that_are_taken_after_a_ctrl_c_do_not_hide_the_hang():
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    last = next(event for event in script.events if event.get("is_last"))
+    last["processes"] = []
+    script.event(last["time_ns"] / 1e9 - 0.5, "exception", type="KeyboardInterrupt", message="", traceback="")
+    finding = only(script)
+    assert (finding.locus.worker, finding.severity) == (1, "critical")
+
+
 NETWORK = "waiting for the network (10.0.0.7:443)"
 
 
@@ -272,6 +281,7 @@ def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
     assert (finding.locus.rank, finding.locus.pid) == (1, 200)
     assert "save, train.py:35" in finding.summary
     assert "1 other rank waits for it" in finding.summary
+    assert "join()" in finding.advice[-1].text
 
 
 def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():

@@ -15,9 +15,12 @@ TORCH_REFUSED = (
 )
 
 
-def crash(kind, message, *, trace="…", demand=4 * GIB):
+def crash(kind, message, *, trace="…", demand=4 * GIB, start_method="fork"):
     """Return the finding on a training that ends with an exception, on a host of 24 GiB."""
     script = training()
+    for event in script.events:
+        if event["kind"] == "loader":
+            event["start_method"] = start_method
     seconds = [START_SECONDS + second for second in range(3)]
     sample_host(script, seconds, demand=[demand] * 3, memory_available_bytes=[24 * GIB - demand] * 3)
     sample_process(
@@ -217,3 +220,21 @@ bootstrapping phase.\n\n    This probably means"
     assert "before the current process has finished its bootstrapping phase" in found.summary
     assert any("its bootstrapping phase" in happening.text for happening in verdict.ending.happenings)
     assert found.advice[0].text.startswith('Put the code that trains under `if __name__ == "__main__":`')
+
+
+@pytest.mark.parametrize(("start_method", "is_shared"), [("fork", True), ("spawn", False)])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("BadZipFile", "Bad CRC-32 for file '7'"),
+        ("error", "Error -3 while decompressing data: invalid block type"),
+        ("OSError", "Can't synchronously read data (inflate() failed)"),
+    ],
+)
+def test_archive_that_reads_as_damaged_in_a_forked_worker_points_to_a_shared_handle(
+    kind, message, start_method, is_shared
+):
+    trace = f"Caught {kind} in DataLoader worker process 0."
+    found = crash(kind, message, trace=trace, start_method=start_method)
+    assert ("share the position" in found.summary) == is_shared
+    assert found.advice[0].text.startswith("Open the file in each worker") == is_shared

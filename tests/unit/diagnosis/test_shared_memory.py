@@ -16,14 +16,20 @@ FLAT = np.zeros(COUNT)
 NOISE = np.random.default_rng(0).integers(0, 9, COUNT)
 
 
-def training(*, shm=FLAT, unwritten=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
+def training(
+    *, shm=FLAT, unwritten=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0, files=None
+):
     """Return 60 s of healthy loading, with MiB of /dev/shm in use, mapped by training, and of its cgroup."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
     for part in script.parts["batch"]:
         part["payload_bytes"] = payload * MIB
     script.living = frozenset({MAIN})
     held = np.full(COUNT, 300 * MIB)
-    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, shm_bytes=(mapped + NOISE) * MIB)
+    open_files = {} if files is None else {"fd_count": 40.0 + files}
+    noise = NOISE * (MIB if files is None else 1024)
+    sample_process(
+        script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, shm_bytes=mapped * MIB + noise, **open_files
+    )
     limits = {} if cgroup is None else {"limit": 2**50, "cgroup_shmem_bytes": (cgroup + NOISE) * MIB}
     return sample_host(
         script,
@@ -252,3 +258,14 @@ def test_main_process_can_die_of_full_shm_that_batches_or_other_things_fill(payl
     script.event(SECONDS[-1], "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=-7)
     (death,) = [f for f in findings_of(script) if f.kind == "shm-bus-error" and f.locus.role == "main"]
     assert death.advice[0].text.startswith(advice)
+
+
+@pytest.mark.parametrize(("files", "kinds"), [(AT, ["shm-leak", "shm-exhaustion-risk"]), (FLAT, [])])
+def test_batches_that_are_kept_and_never_read_are_a_leak_of_the_run(files, kinds):
+    """The training maps only the pages that it reads; the descriptors of the batches show that it keeps them."""
+    script = training(shm=10.0 * AT, counted=10.0 * AT, payload=10.0, files=files)
+    warnings = [finding for finding in find_shared_memory(script.tables()) if finding.severity != "info"]
+    assert [finding.kind for finding in warnings] == kinds
+    assert all("(pid 100) holds it" in finding.summary for finding in warnings[:1])
+    leak = next(f for f in diagnose(script.tables()).findings if f.kind == "shm-leak")
+    assert (leak.consequence_of == "fd-leak") == bool(kinds)

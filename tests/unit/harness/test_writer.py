@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,6 +91,32 @@ def test_invalid_value_loses_only_the_records_held_with_it(run):
     assert steps_in(run) == [0, 3]
     losses = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
     assert {(each["count"], each["reason"]) for each in losses} == {(2, "not-a-record")}
+
+
+def test_event_is_recorded_when_the_process_has_no_descriptor_left(run):
+    events = EventLog(run.events_dir, IDENTITY)
+    events.append("process-exit", lost_count=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        events.append("exception", type="OSError", message="Too many open files", traceback="")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    kinds = [json.loads(line)["kind"] for line in next(run.events_dir.iterdir()).read_text().splitlines()]
+    assert kinds == ["process-exit", "exception"]
+
+
+def test_event_is_not_written_into_a_file_that_took_over_the_descriptor(run, tmp_path):
+    events = EventLog(run.events_dir, IDENTITY)
+    events.append("process-exit", lost_count=0)
+    path = next(run.events_dir.iterdir())
+    (number,) = [fd.name for fd in Path("/proc/self/fd").iterdir() if fd.exists() and fd.samefile(path)]
+    with (tmp_path / "own.txt").open("w") as own:
+        os.dup2(own.fileno(), int(number))  # as after os.closerange()
+        events.append("process-exit", lost_count=0)
+        os.close(int(number))
+    assert (tmp_path / "own.txt").read_text() == ""
+    assert len(path.read_text().splitlines()) == 2
 
 
 def test_threads_that_share_a_writer_lose_and_double_nothing(run):

@@ -1,0 +1,54 @@
+"""Trainings that wait for a process of their own: the child is the culprit if it is stuck at a lock."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_runs import MAIN, START_SECONDS, ns, start_training
+from stack_events import LIBRARY, LOCK, add_stacks, process
+
+from collector.diagnosis.deaths.hang import find_hangs
+
+CHILD = ("node", 3000, 9000)
+IN_RECV = [["Connection._recv", f"{LIBRARY}/multiprocessing/connection.py", 395], ["main", "/home/me/train.py", 33]]
+IN_OPERATION = [["produce", "/home/me/data.py", 6]]
+ENDING = [
+    ["Thread.join", f"{LIBRARY}/threading.py", 1119],
+    ["_exit_function", f"{LIBRARY}/multiprocessing/util.py", 360],
+]
+FOR_A_TASK = [["Queue.get", f"{LIBRARY}/multiprocessing/queues.py", 103], ["serve", "/home/me/data.py", 9]]
+FEEDING = [["Connection._send", f"{LIBRARY}/multiprocessing/connection.py", 1]]
+FEEDING.append(["Queue._feed", f"{LIBRARY}/multiprocessing/queues.py", 1])
+
+
+def waiting_for_a_child(frames, *, moved_seconds_ago=None, feeds=False):
+    """Return a training that waits for a process of its own, which is blocked on a lock with these frames."""
+    child = process(CHILD, frames, LOCK, parent=MAIN[1], moved_seconds_ago=moved_seconds_ago)
+    script = start_training()
+    script.add("step", [{"time_ns": ns(START_SECONDS + 1 + index), "step": index} for index in range(10)])
+    add_stacks(script, process(MAIN, IN_RECV, "waiting for a pipe"), child, silent=(MAIN,))
+    for event in script.events if feeds else ():
+        if event["kind"] == "stacks":
+            thread = {"thread": "QueueFeederThread", "waits": "waiting for a full pipe", "frames": FEEDING}
+            event["processes"][1]["threads"].append(thread)
+    (finding,) = find_hangs(script.tables())
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("frames", "feeds", "does", "advice"),
+    [
+        (IN_OPERATION, False, "blocked on a lock (futex) in produce, data.py:6", "get_context('spawn')"),
+        (ENDING, True, "waiting to end until someone takes what it put in a queue", "(`get`) before `join`"),
+    ],
+)
+def test_a_child_at_a_lock_that_the_training_waits_for_is_the_culprit(frames, feeds, does, advice):
+    finding = waiting_for_a_child(frames, feeds=feeds)
+    assert (finding.severity, finding.locus.pid, finding.locus.role) == ("critical", 3000, "other")
+    assert f"it is {does}; the training process (pid 100) waits for it in main, train.py:33" in finding.summary
+    assert advice in finding.advice[0].text
+
+
+@pytest.mark.parametrize(("frames", "moved_seconds_ago"), [(FOR_A_TASK, None), (IN_OPERATION, 3.0)])
+def test_a_child_that_idles_or_moves_data_is_not_blamed(frames, moved_seconds_ago):
+    finding = waiting_for_a_child(frames, moved_seconds_ago=moved_seconds_ago)
+    assert (finding.severity, finding.locus.pid) == ("info", 100)
