@@ -40,7 +40,7 @@ def judge(name: str, home: Path, pages: Collection[str] = ()) -> dict[str, Any]:
     chosen = [page for page in PAGES if page.path in (pages or steady_pages(name))]
     output = home / "report.html"
     with (
-        patch.object(html_report, "PAGES", chosen),
+        patch.object(html_report, "RUN_PAGES", chosen),
         patch.object(html_report, "render", wraps=html_report.render) as render,
     ):
         run_command("report", str(run), "--format", "html", "--output", str(output))
