@@ -23,14 +23,14 @@ SECONDS = np.arange(180) + START_SECONDS + 1
 COLLECTOR = ("node", 90, 4900)
 
 
-def program(grown, *, key=MAIN, script=None, watched=False, **more):
+def program(grown, *, key=MAIN, script=None, watched=False, total=10**13, **more):
     """Return a run of a process without hooks that holds 200 MiB and `grown` MiB more, and then ends."""
     script = script or Script()
     if watched:
         script.manifest["watched"] = True
     held = (200 + np.asarray(grown, dtype=float)) * MIB
     sample_process(script, SECONDS[: len(held)], key, ROLE_OTHER, private=held, rss=held, **more)
-    return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=10**13)
+    return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=total)
 
 
 def note_program(script, name, *, has_torch, obstacle):
@@ -72,6 +72,12 @@ def test_memory_released_at_the_end_hides_no_leak():
     grown[-3:] = [900, 300, 0]
     assert len(leaks(finish(program(grown)))) == 1
     assert len(leaks(program(grown, watched=True))) == 1
+
+
+def test_memory_that_takes_long_to_release_hides_no_risk():
+    grown = np.concatenate([np.linspace(0, 13_000, 60), np.linspace(12_000, 0, 14)])
+    script = finish(program(grown, total=17_000 * MIB))
+    assert "host-oom-risk" in [finding.kind for finding in diagnose(script.tables()).findings]
 
 
 def test_memory_released_repeatedly_is_no_leak():
