@@ -49,9 +49,10 @@ NEGLIGIBLE_BYTES = 16 * MIB
 _NEGLIGIBLE_RATIO = 0.01
 #: Share of the growth that a witness must show at least.
 CONFIRMED = 0.5
-#: Growth that lasts less than this may still end by itself; without iterations, the data may still be loading.
+#: Growth that lasts less than this may still end by itself; without iterations, the process may still import
+#: modules and load its data.
 _MOMENT_SECONDS = 10.0
-_LOADING_SECONDS = 120.0
+LOADING_SECONDS = 120.0
 #: The same in steps or batches: as many as a trend needs points. The first few of a training warm it up.
 _FEW_ITERATIONS = MIN_POINTS
 #: Least rise, as a share of what a leak must take: some arenas of Python's allocator, which are of 1 MiB.
@@ -335,7 +336,7 @@ def _severity(growing: GrowingUse, *, iterates: bool) -> Severity:
     """
     lasted = growing.lasted_seconds
     if not iterates:
-        return "info" if lasted < _LOADING_SECONDS else "warning"
+        return "info" if lasted < LOADING_SECONDS else "warning"
     return "info" if growing.use.tables.goes_on and lasted < growing.least_seconds else "warning"
 
 
@@ -354,12 +355,17 @@ def young_growth(use: Use, trend: Growth | None, negligible: float) -> Growth | 
     return small if _SHORTEST_SECONDS <= GrowingUse(use, small).lasted_seconds <= _LONGEST_SECONDS else None
 
 
-def young_finding(growing: GrowingUse, *, negligible: float, grows: str) -> Finding:
-    """Return the finding that a use grows, and how long the run has to be to tell a leak."""
+def young_finding(
+    growing: GrowingUse, *, negligible: float, grows: str, least_seconds: float | None = None
+) -> Finding:
+    """Return the finding that a use grows, and how long the run has to be to tell a leak.
+
+    `least_seconds` is the time that the growth must last, by default `growing.least_seconds`.
+    """
     tables, trend = growing.use.tables, growing.trend
     degree = "little" if trend.rise < negligible else "brief"
-    least_seconds = max(growing.least_seconds, negligible / (_MEASURED_RATIO * trend.slope))
-    missing = least_seconds - growing.lasted_seconds
+    least = max(least_seconds or growing.least_seconds, negligible / (_MEASURED_RATIO * trend.slope))
+    missing = least - growing.lasted_seconds
     more = f"{_rounded(missing)} more would tell."
     if not tables.goes_on:
         # The run has other phases too, before the training and after it.

@@ -84,17 +84,21 @@ def test_memory_released_repeatedly_is_no_leak():
     assert leaks(finish(program(10.0 * (np.arange(60) % 6)))) == []
 
 
-def test_short_growth_without_iterations_is_information():
-    (found,) = leaks(finish(program(RAMP[:60])))
-    assert found.severity == "info"
+def test_short_growth_without_iterations_is_no_leak():
+    """It may be the import of modules, on a slow machine."""
+    script = finish(program(RAMP[:60]))
+    assert leaks(script) == []
+    (found,) = [one for one in diagnose(script.tables()).findings if "too brief to call a leak" in one.summary]
+    assert (found.kind, found.severity) == ("cannot-tell", "info")
+    assert "A run of 2 min" in found.summary
 
 
 def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
     script = program(np.zeros(60))
     script.event(START_SECONDS, "process-start")
     verdict = diagnose(finish(program(RAMP[:60], key=("node", 300, 1), script=script)).tables())
-    [found] = [finding for finding in verdict.findings if finding.kind == "main-heap-leak"]
-    assert (found.severity, found.locus.pid) == ("info", 300)
+    [found] = [finding for finding in verdict.findings if finding.locus.pid == 300]
+    assert (found.kind, found.severity) == ("cannot-tell", "info")
     assert [check.status for check in verdict.checks if check.name == "training process's memory"] == ["fine"]
 
 
@@ -108,11 +112,11 @@ def test_memory_released_slowly_is_no_teardown():
     assert leaks(finish(program(grown))) == []
 
 
-def test_growth_of_a_live_process_without_iterations_is_information():
-    script = program(RAMP[:60])
-    script.living = frozenset({MAIN})
-    (found,) = leaks(script)
-    assert found.severity == "info"
+@pytest.mark.parametrize(("seconds", "severities"), [(60, []), (180, ["warning"])])
+def test_growth_of_a_live_process_without_iterations_is_told_after_two_minutes(seconds, severities):
+    script = program(RAMP[:seconds])
+    script.living, script.now_seconds = frozenset({MAIN}), float(SECONDS[seconds - 1])
+    assert [finding.severity for finding in diagnose(script.tables()).findings if finding.locus.pid] == severities
 
 
 @pytest.mark.parametrize("more", [{}, {"alive": np.ones(30)}])
