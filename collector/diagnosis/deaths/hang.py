@@ -291,8 +291,8 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
-    is_slow = culprit.has_moved_data(budget_seconds)
-    is_plain = not is_slow and _is_plain(life, culprit, waits, seconds / budget_seconds, series, others_count)
+    transfer = culprit.transfer(budget_seconds)
+    is_plain = not transfer and _is_plain(life, culprit, waits, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -309,7 +309,7 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         where=culprit.where,
         training=life.name(main),
         held=_held(others_count, waits),
-        hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
+        hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
@@ -317,7 +317,7 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
         found = _with_loss(life, found, culprit, series[-1]["time_ns"], seconds)
-    return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
+    return catalogue.of_slow(found, transfer) if transfer else found
 
 
 def _with_loss(life: Lifecycle, hang: Finding, process: Process, until_ns: float, seconds: float) -> Finding:
