@@ -25,6 +25,7 @@ from collector.diagnosis.deaths.stuck_process import (
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.run.columns import (
     ITERATIONS,
     SECOND_NS,
@@ -313,6 +314,15 @@ def _finding(life: Lifecycle, culprit: Process, main: ProcessKey, silent: _Silen
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
+    if uneven is not None:
+        found = replace(
+            found,
+            summary=f"{found.summary}{uneven.sentence}",
+            evidence=(*found.evidence, *uneven.evidence),
+            advice=(uneven.advice, *found.advice),
+            fault="your code",
+        )
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
