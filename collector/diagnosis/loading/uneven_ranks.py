@@ -14,7 +14,7 @@ from collector.units import count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenRanks:
-    """What to say of ranks with different numbers of batches. `sentence` has a blank before it."""
+    """Words on ranks with different numbers of batches. `sentence` has a blank before it."""
 
     sentence: str
     evidence: tuple[Evidence, ...]
