@@ -45,13 +45,15 @@ _ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("_feed", "multiprocessing/queues.py", FEEDS_QUEUE),
     ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
 )
+#: A thread that waits for the time alone.
+ASLEEP = "asleep"
 #: A pipe that its reader does not empty.
 FULL_PIPE = "waiting for a full pipe"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
 _WAIT_CHANNELS = (
     ("futex", "blocked on a lock (futex)"),
     ("do_wait", "waiting for a child process"),
-    ("hrtimer_nanosleep", "asleep"),
+    ("hrtimer_nanosleep", ASLEEP),
     ("pipe_write", FULL_PIPE),
     ("anon_pipe_write", FULL_PIPE),
     ("pipe_", "waiting for a pipe"),

@@ -144,7 +144,7 @@ LABELS = {
     "idle_seconds": "no CPU time for",
     "longest_pause_seconds": "longest pause",
     "busy_ratio": "time on CPU",
-    "last_moved_seconds": "since it last received or sent data",
+    "last_moved_seconds": "since it last moved data",
     "exception_after_seconds": "time of the exception",
     "memory_available_bytes": "available memory of the host",
     "longest_fetch_seconds": "longest fetch before",

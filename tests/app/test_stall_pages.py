@@ -12,6 +12,7 @@ from dashboard_pages import figures, open_view, texts, trace_names
 from simulated_runs import MAIN, add_series, finish, jittered, simulate
 
 from app.figures import what_if as outlook_figures, workers
+from app.runtime import loading
 from app.runtime.loading import Recent
 from app.theme import LIGHT
 from app.views import agent_health, worker_stalls
@@ -45,7 +46,8 @@ def headline_of(recent, *findings):
 
 def moment(recent, *findings):
     chosen = [finding for finding in findings if worker_stalls.VIEW.has_finding(finding)]
-    return SimpleNamespace(findings=chosen, once=lambda what, find: recent, run_id="r1", theme=LIGHT)
+    known = {(loading.recent.__wrapped__, ()): recent}
+    return SimpleNamespace(findings=chosen, values=known, run_id="r1", theme=LIGHT)
 
 
 def info(kind, summary, *, loader=0, **more):

@@ -167,6 +167,7 @@ def test_epochs_continue_with_persistent_workers_and_new_loaders(run, batches):
     assert epochs["thrown_away"].tolist() == [4, 1, 1, 1], "one loader, made four times; three that live at once"
     again = [event["loader"] for event in bodies(run, "loader-again")]
     assert [again.count(loader) for loader in epochs["thrown_away"].index] == [1, 0, 0, 0]
+    assert epochs["by_hand"].tolist() == [3, 1, 1], "one loader, whose passes end; two whose passes take turns"
     assert sorted(epochs["left_early"]) == [1, 3]
     assert batches[batches.case == "cycled"].epoch.nunique() == 1
 

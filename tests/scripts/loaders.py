@@ -244,6 +244,18 @@ def thrown_away():
         run(loader)
 
 
+def by_hand():
+    """Make an iterator of a new loader in each epoch, while the one before lives; then two that take turns."""
+    for is_counted in (False, True, False):
+        it = iter(DataLoader(Rows(6), batch_size=2))
+        for batch in itertools.islice(it, 3 if is_counted else None):
+            see(batch)
+    turns = [iter(DataLoader(Rows(4), batch_size=1)) for _ in range(2)]
+    for batches in zip(*turns, strict=True):
+        for batch in batches:
+            see(batch)
+
+
 def stack(rows):
     return torch.stack([row(int(value)) for (value,) in rows])
 
@@ -321,7 +333,7 @@ def first_of(rest):
 
 
 CASES = (map_style, iterable_style, out_of_order, parked, ready, split, left_early, cycled, several, inside,
-         thrown_away, contexts, in_a_thread, failing, stateful, foreign)  # fmt: skip
+         thrown_away, by_hand, contexts, in_a_thread, failing, stateful, foreign)  # fmt: skip
 
 
 def main():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from collector.agent.samplers import procfs
-from collector.agent.samplers.moved_bytes import moved_bytes, sockets, tcp_moved
+from collector.agent.samplers.moved_bytes import Moved, moved_bytes, sockets, tcp_moved
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
@@ -97,15 +97,18 @@ class _Idleness:
 
 @dataclass(slots=True)
 class _Traffic:
-    """The bytes that a process and its children have moved, and when they last changed while watched."""
+    """The bytes that a process and its children have moved, and when they, or those of TCP, last changed."""
 
-    total_bytes: int | None
+    total: Moved | None
     changed_ns: int | None = None
+    tcp_changed_ns: int | None = None
 
-    def note(self, now_ns: int, total_bytes: int | None) -> None:
-        if None not in (total_bytes, self.total_bytes) and total_bytes != self.total_bytes:
+    def note(self, now_ns: int, total: Moved | None) -> None:
+        if total is not None and self.total is not None and total != self.total:
             self.changed_ns = now_ns
-        self.total_bytes = total_bytes
+            if total.tcp_bytes != self.total.tcp_bytes:
+                self.tcp_changed_ns = now_ns
+        self.total = total
 
 
 class HangWatch:
@@ -252,7 +255,7 @@ class HangWatch:
         if not processes:
             self._traffic.clear()
             return
-        tcp, totals = tcp_moved(), dict[LocalProcess, int | None]()
+        tcp, totals = tcp_moved(), dict[LocalProcess, Moved | None]()
         by_pid = {process.pid: process for process in processes}
         for process in processes:
             totals[process] = self._moved_bytes(process, by_pid, tcp)[1]
@@ -261,7 +264,7 @@ class HangWatch:
             if parent is None or total is None:
                 continue
             if process not in totals or self._roles.role_of(parent).role == ROLE_MAIN:
-                totals[parent] = (totals[parent] or 0) + total
+                totals[parent] = total.plus(totals[parent] or Moved())
         self._traffic = {
             process: self._traffic.get(process) or _Traffic(total) for process, total in totals.items()
         }
@@ -270,7 +273,7 @@ class HangWatch:
 
     def _moved_bytes(
         self, process: LocalProcess, by_pid: Mapping[int, LocalProcess], tcp: Mapping[str, int]
-    ) -> tuple[LocalProcess | None, int | None]:
+    ) -> tuple[LocalProcess | None, Moved | None]:
         """Return its parent, if that is among `by_pid`, and the bytes that it moved by itself."""
         stat = procfs.read_stat(self._proc, process.pid)
         parent = by_pid.get(stat.parent_pid) if stat else None
@@ -281,14 +284,18 @@ class HangWatch:
         role = self._roles.role_of(process)
         stat = procfs.read_stat(self._proc, process.pid)
         where = locus(process, role)
-        traffic = self._traffic.get(process)
-        changed_ns = traffic.changed_ns if traffic else None
+        traffic = self._traffic.get(process) or _Traffic(None)
+
+        def seconds_since(changed_ns: int | None) -> float | None:
+            return None if changed_ns is None else (now_ns - changed_ns) / 1e9
+
         fields: dict[str, Any] = {
             **process._asdict(),
             **{name: getattr(where, name) for name in PLACE},
             "parent_pid": stat.parent_pid if stat else None,
             "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
-            "moved_seconds_ago": None if changed_ns is None else (now_ns - changed_ns) / 1e9,
+            "moved_seconds_ago": seconds_since(traffic.changed_ns),
+            "received_seconds_ago": seconds_since(traffic.tcp_changed_ns),
             "error": None,
         }
         try:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 from collector.agent.samplers import procfs
 
@@ -36,10 +37,21 @@ _COUNTERS = (b"rchar:", b"wchar:", b"read_bytes:")
 _MOST_DESCRIPTORS = 1024
 
 
-def moved_bytes(proc: str, pid: int, tcp: Mapping[str, int], inherited: Collection[str] = ()) -> int | None:
-    """Return the bytes that a process has read and written, and those of its TCP connections (`tcp_moved`).
+class Moved(NamedTuple):
+    """Bytes that a process has moved so far: read and written, and received and sent by its TCP connections."""
 
-    A connection that is closed takes its count with it, so the sum may fall. None if /proc does not tell.
+    file_bytes: int = 0
+    tcp_bytes: int = 0
+
+    def plus(self, other: Moved) -> Moved:
+        """Return the bytes of two processes."""
+        return Moved(self.file_bytes + other.file_bytes, self.tcp_bytes + other.tcp_bytes)
+
+
+def moved_bytes(proc: str, pid: int, tcp: Mapping[str, int], inherited: Collection[str] = ()) -> Moved | None:
+    """Return the bytes that a process has moved so far; `tcp` are those of all connections (`tcp_moved`).
+
+    A connection that is closed takes its count with it, so the count may fall. None if /proc does not tell.
     `inherited` are sockets that it shares with its parent, whose bytes are the parent's.
     """
     text = procfs.read_file(f"{proc}/{pid}/io")
@@ -47,7 +59,7 @@ def moved_bytes(proc: str, pid: int, tcp: Mapping[str, int], inherited: Collecti
         return None
     counts = (procfs.field(b"\n" + text, name) for name in _COUNTERS)
     own = sockets(proc, pid).difference(inherited) if tcp else ()
-    return sum(count or 0 for count in counts) + sum(tcp.get(name, 0) for name in own)
+    return Moved(sum(count or 0 for count in counts), sum(tcp.get(name, 0) for name in own))
 
 
 def sockets(proc: str, pid: int) -> set[str]:

@@ -16,7 +16,6 @@ from collector.diagnosis.deaths.stuck_process import (
 )
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
 from collector.stacks import FULL_PIPE
-from collector.units import duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,12 +237,10 @@ def of_lost_process(hang: Finding, pids: Sequence[int]) -> Finding:
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
-def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
+def of_slow(hang: Finding, transfer: str) -> Finding:
     """Return the finding on a process that still moves data: it is slow, and nothing says that it hangs."""
     advice = tuple(item for item in hang.advice if item == _LOOK_AGAIN)
-    last = duration(max(moved_seconds_ago or 0.0, 1.0))
-    summary = f"{hang.summary} It received or sent data within the last {last}."
-    return replace(hang, summary=summary, advice=(*advice, _LOAD_AHEAD))
+    return replace(hang, summary=f"{hang.summary} {transfer}", advice=(*advice, _LOAD_AHEAD))
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")

@@ -17,7 +17,8 @@ from collector.diagnosis.run.tables import writer_of
 from collector.store import ProcessKey
 
 _WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
-
+#: torch/_utils.py: how DataLoader passes on the exception of a worker.
+_RAISED_MESSAGE = re.compile(r"in DataLoader worker process (\d+)")
 _SIGNAL_MESSAGE = re.compile(r"is killed by signal: ([\w ]+)")
 #: Name of a signal in DataLoader's message (torch/csrc/DataLoader.cpp) -> its number.
 _SIGNALS = {signals.strsignal(number): int(number) for number in signals.valid_signals()}
@@ -65,6 +66,16 @@ class Workers:
         for worker in (*self._raised_before_their_main(), *self._gone_before_their_main()):
             dead.setdefault(worker.address, worker)
         return sorted(dead.values(), key=lambda worker: (worker.main, worker.loader, worker.worker))
+
+    def raiser(self, main: ProcessKey, message: str) -> ProcessKey | None:
+        """Return the worker whose exception ended its training process, to which DataLoader passed it on."""
+        match = _RAISED_MESSAGE.search(message)
+        errors = [error for error in self.life.tables.events_of("loader-error", by=main) if error.get("in_worker")]
+        if match is None or not errors:
+            return None
+        loader = whole(max(errors, key=lambda error: error["error_time_ns"])["loader"])
+        addresses = [address for address, slot in self._slots.items() if slot == (main, loader, int(match[1]))]
+        return self._keys.get(addresses[-1]) if addresses else None
 
     @cached_property
     def _blamed(self) -> dict[tuple[str, int], Mapping[str, Any]]:

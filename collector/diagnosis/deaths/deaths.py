@@ -189,10 +189,13 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     ]
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
+    worker = Workers(life).raiser(error.process, str(event.get("message")))
+    of_worker = "" if worker is None else " of the worker"
+    memory = last_memory(life.tables, worker or error.process, event["time_ns"], f"last sample{of_worker}")
     finding = catalogue.EXCEPTION.finding(
         locus=life.locus(error.process) if victim is None else victim.locus,
         since_step=last_step(life.tables, error.process if victim is None else victim.main),
-        evidence=(*evidence, *last_memory(life.tables, error.process, event["time_ns"])),
+        evidence=(*evidence, *memory),
         went_on=went_on,
         what=sentence(life.name(error.process) if victim is None else victim.what),
         exception=error.kind,

@@ -26,6 +26,7 @@ from collector.diagnosis.deaths.stuck_process import (
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.run.columns import (
     ITERATIONS,
     SECOND_NS,
@@ -311,8 +312,8 @@ def _finding(
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
-    is_slow = culprit.has_moved_data(budget_seconds)
-    is_plain = not is_slow and _is_plain(life, culprit, waits, seconds / budget_seconds, series, others_count)
+    transfer = culprit.transfer(budget_seconds)
+    is_plain = not transfer and _is_plain(life, culprit, waits, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -331,17 +332,26 @@ def _finding(
         training=life.name(main),
         waits_where=processes[main].where,
         held=_held(others_count, waits),
-        hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
+        hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
-    if others_count and culprit.locus.role == "main" and waits != COLLECTIVE:
+    uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
+    if uneven is not None:
+        found = replace(
+            found,
+            summary=f"{found.summary}{uneven.sentence}",
+            evidence=(*found.evidence, *uneven.evidence),
+            advice=(uneven.advice, *found.advice),
+            fault="your code",
+        )
+    elif others_count and culprit.locus.role == "main" and waits != COLLECTIVE:
         found = replace(found, advice=(*found.advice, _EQUAL_STEPS))
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
         found = _with_loss(life, found, culprit, series[-1]["time_ns"], seconds)
-    return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
+    return catalogue.of_slow(found, transfer) if transfer else found
 
 
 def _with_loss(life: Lifecycle, hang: Finding, process: Process, until_ns: float, seconds: float) -> Finding:

@@ -135,8 +135,8 @@ def _at_locks(workers: Sequence[Process], others: Sequence[Process]) -> list[_Ha
 def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
     culprit, waits = hang.culprit, hang.waits
     seconds = series[-1]["idle_seconds"]
-    is_slow = culprit.has_moved_data(_QUIET_SECONDS)
-    is_plain = hang.is_sure and seconds >= _PLAIN_SECONDS and not is_slow
+    transfer = culprit.transfer(_QUIET_SECONDS)
+    is_plain = hang.is_sure and seconds >= _PLAIN_SECONDS and not transfer
     found = catalogue.HANG_WITHOUT_HOOKS.finding(
         locus=culprit.locus,
         evidence=(
@@ -146,11 +146,11 @@ def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
         severity="warning" if is_plain else "info",
         confidence=0.9 if hang.is_sure and len(series) > 1 else 0.5,
         what=sentence(culprit.name),
-        hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
+        hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         does=waits or "standing still",
         where=culprit.where,
         held=hang.held,
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
-    return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
+    return catalogue.of_slow(found, transfer) if transfer else found

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from collector.diagnosis.loading.loaders import loader_settings
+from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
@@ -179,6 +180,14 @@ def _archive(raised: _Raised) -> Cause | None:
     return _SHARED_FILE(raised)
 
 
+def _collective(raised: _Raised) -> Cause | None:
+    """Explain a collective that another rank left, if that rank had fewer batches."""
+    uneven = uneven_ranks(raised.tables)
+    if uneven is None:
+        return None
+    return Cause(sentence=uneven.sentence, advice=(uneven.advice,), fault="your code", evidence=uneven.evidence)
+
+
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
@@ -322,6 +331,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"\[Errno (?:5|107|116|121)\]|Stale file handle", _STORAGE),
         (r"CUBLAS_STATUS_ALLOC_FAILED", _CUBLAS),
         (r"\d+/\d+ clients joined", _RENDEZVOUS),
+        (r"[/ ]gloo|NCCL|ProcessGroup", _collective),
         (r"EADDRINUSE|[Aa]ddress already in use", _PORT),
         (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _NETWORK),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -14,6 +15,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import rank_of
 from collector.findings import Evidence, Locus, fact
 from collector.stacks import (
+    ASLEEP,
     AT_LOCK,
     FEEDS_QUEUE,
     MAIN_THREAD,
@@ -26,6 +28,7 @@ from collector.stacks import (
     is_in,
 )
 from collector.store import ProcessKey
+from collector.units import duration
 
 #: Dumps of the stacks of one host that follow each other (`stacks` events), the newest last.
 Series: TypeAlias = Sequence[Mapping[str, Any]]
@@ -74,6 +77,7 @@ class Process:
         is_still: True if its main thread stands in the same place in each dump.
         busy_ratio: CPU time over wall time between the dumps; None with a single dump.
         moved_seconds_ago: time since it, or a child of it, moved bytes; None if it did not in this silence.
+        received_seconds_ago: the same of bytes of its TCP connections.
     """
 
     key: ProcessKey
@@ -84,6 +88,7 @@ class Process:
     is_still: bool
     busy_ratio: float | None
     moved_seconds_ago: float | None = None
+    received_seconds_ago: float | None = None
 
     @property
     def main(self) -> Stack | None:
@@ -218,15 +223,24 @@ class Process:
         """True if a signal has stopped it."""
         return any(stack.waits == SUSPENDED for stack in self.threads)
 
-    def has_moved_data(self, within_seconds: float) -> bool:
-        """Return whether it waits, and has moved bytes within this time: then it is slow, and not stuck.
+    def transfer(self, within_seconds: float) -> str | None:
+        """Return a sentence on bytes that it moved within this time, if it waits: then it is slow, and not stuck.
 
         A training process has threads that talk to other services all the time. So it must itself wait for data.
+        A program that is asleep may read a little each time it wakes, as one that awaits the lock of a database.
         """
-        if self.moved_seconds_ago is None or self.is_suspended:
-            return False
         waits_for_data = (self.waits or "").startswith("waiting for") and not self.is_in_collective
-        return (self.locus.role == "worker" or waits_for_data) and self.moved_seconds_ago < within_seconds
+        if self.is_suspended or not (self.locus.role == "worker" or waits_for_data):
+            return None
+        received, moved = (
+            math.inf if seconds is None else seconds
+            for seconds in (self.received_seconds_ago, self.moved_seconds_ago)
+        )
+        if received < within_seconds:
+            return f"It received or sent data within the last {duration(max(received, 1.0))}."
+        if moved < within_seconds and self.waits != ASLEEP:
+            return f"It read or wrote data within the last {duration(max(moved, 1.0))}."
+        return None
 
 
 def last_series(events: Series) -> Series:
@@ -269,6 +283,7 @@ def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:
             is_still=bool(before) and all(_place(dump) == _place(entry) for dump in before),
             busy_ratio=_busy_ratio(readable[0], entry),
             moved_seconds_ago=entry.get("moved_seconds_ago"),
+            received_seconds_ago=entry.get("received_seconds_ago"),
         )
     return found
 

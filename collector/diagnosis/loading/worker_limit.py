@@ -123,7 +123,9 @@ def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
         children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
     by, because, waits_for = _judge(loop, rows, max(threads, process), children, on_cpu, waiting)
     others = False
-    if queued >= _QUEUED and (worker is None or _queues_more(loop, worker)):
+    # Threads of a worker that compute wait for a core too, and the fetch is blocked until they are done.
+    is_larger = queued >= waiting or helpers_ratio > 0
+    if queued >= _QUEUED and is_larger and (worker is None or _queues_more(loop, worker)):
         in_use = _cores_of_run(loop, rows)
         are_free = cores_are_free(loop.tables, loop.main[0], float(times.min()), float(times.max()))
         by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(loop), are_free=are_free)

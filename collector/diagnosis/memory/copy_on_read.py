@@ -195,18 +195,19 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
 
     A copy takes a fault. Where the parent writes or releases pages that only one worker shares with it, as its
     garbage collection does, the worker has the old ones alone. The faults that a batch takes anyway, those that no
-    rise explains, are no copies. Faults are counted up to the end of a later fetch, and unknown after the last one.
+    rise explains, are no copies. Faults are counted up to the end of a later fetch. After its last one a worker
+    copies nothing: pages that become private then were shared with a worker that ended, or with the parent.
     """
     counts = floats(fetches, "minor_fault_count")
     ends, counts = floats(fetches, "time_ns")[np.isfinite(counts)], finite(counts)
     if not len(counts):
         return np.zeros(len(times))
     first = np.concatenate([[0], np.searchsorted(ends, times[:-1], side="right")])
-    last = np.searchsorted(ends, times) + 1
-    faults = np.append(np.cumsum(np.insert(counts, 0, 0.0)), np.inf)
+    last = np.minimum(np.searchsorted(ends, times) + 1, len(ends))
+    faults = np.cumsum(np.insert(counts, 0, 0.0))
     rises = np.maximum(0.0, np.nan_to_num(np.diff(private, prepend=0.0)))
     taken, batches = faults[last] - faults[first], last - first
-    without_copy = finite(np.maximum(0.0, taken - rises / _PAGE_BYTES) / batches)
+    without_copy = finite(np.maximum(0.0, taken - rises / _PAGE_BYTES)[batches > 0] / batches[batches > 0])
     anyway = float(np.median(without_copy)) if len(without_copy) else 0.0
     copies = taken - batches * anyway + _NOISE_SPREADS * spread(counts) * np.sqrt(batches)
     without: Floats = np.cumsum(np.maximum(0.0, rises - _PAGE_BYTES * np.maximum(0.0, copies)))

@@ -21,6 +21,7 @@ from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
 from collector.diagnosis.memory.leak import (
     CONFIRMED,
+    LOADING_SECONDS,
     GrowingUse,
     Use,
     bounded_finding,
@@ -143,6 +144,9 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     if filling is not None:
         return bounded_finding(use, filling, witnesses, fills=f"{process} fills")
     growing = GrowingUse(use, trend, witnesses)
+    may_be_starting = not (is_iterating or iterates(tables, key)) and growing.lasted_seconds < LOADING_SECONDS
+    if may_be_starting and tables.goes_on:
+        return None  # its first iteration, or more time, will tell
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
     leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, floats(rows, "thread_count"))

@@ -49,9 +49,10 @@ NEGLIGIBLE_BYTES = 16 * MIB
 _NEGLIGIBLE_RATIO = 0.01
 #: Share of the growth that a witness must show at least.
 CONFIRMED = 0.5
-#: Growth that lasts less than this may still end by itself; without iterations, the data may still be loading.
+#: Growth that lasts less than this may still end by itself; without iterations, the process may still import
+#: modules and load its data.
 _MOMENT_SECONDS = 10.0
-_LOADING_SECONDS = 120.0
+LOADING_SECONDS = 120.0
 #: The same in steps or batches: as many as a trend needs points. The first few of a training warm it up.
 _FEW_ITERATIONS = MIN_POINTS
 #: Least rise, as a share of what a leak must take: some arenas of Python's allocator, which are of 1 MiB.
@@ -332,7 +333,7 @@ def _severity(growing: GrowingUse, *, iterates: bool) -> Severity:
     """
     lasted = growing.lasted_seconds
     if not iterates:
-        return "info" if lasted < _LOADING_SECONDS else "warning"
+        return "info" if lasted < LOADING_SECONDS else "warning"
     return "info" if growing.use.tables.goes_on and lasted < growing.least_seconds else "warning"
 
 

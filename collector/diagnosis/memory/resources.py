@@ -362,6 +362,7 @@ SHARED_MEMORY = Resource(
     leak_advice=(_SHM_HOLDERS,),
     risk="shm-exhaustion-risk",
     risk_advice=(_SHM_HOLDERS, replace(_SHM_ROOM, expected="it is full later, in proportion to its size")),
+    max_headroom_ratio=20.0,  # other programs on the host fill it too
     full="/dev/shm had {free} left of {limit} at the peak, and each of {workers} workers hands over batches of "
     "{batch}. A process that finds /dev/shm full fails or dies of SIGBUS.",
     full_advice=(

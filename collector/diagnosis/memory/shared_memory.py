@@ -158,6 +158,8 @@ def _growth_of_others(
     tables, host = growing.use.tables, str(growing.use.locus.host)
     is_foreign = peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES and not _has_segments(tables, host)
     findings = _exhaustion(growing, memory)
+    if is_foreign:  # nothing to do as long as it is far from full
+        findings = [finding for finding in findings if finding.severity != "info"]
     if not (growing.witnesses and has_cgroup):  # else it is another job's: the run's cgroup does not show it
         remark = _UNKNOWN if not growing.witnesses else _FOREIGN if is_foreign else _UNMAPPED
         findings = [replace(leak_finding(SHARED_MEMORY, growing, remark=remark), confidence=0.75), *findings]

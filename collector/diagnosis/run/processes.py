@@ -36,7 +36,9 @@ def worker_locus(samples: pd.DataFrame) -> Locus:
     return Locus(host=str(last_sample["host"]), rank=rank, role="worker", pid=pid, worker=worker, loader=loader)
 
 
-def last_memory(tables: RunTables, key: ProcessKey | None, until_ns: float = math.inf) -> tuple[Evidence, ...]:
+def last_memory(
+    tables: RunTables, key: ProcessKey | None, until_ns: float = math.inf, window: str = "last sample"
+) -> tuple[Evidence, ...]:
     """Return the memory of a process at its last samples (up to a time), as evidence."""
     if key is None:
         return ()
@@ -44,7 +46,7 @@ def last_memory(tables: RunTables, key: ProcessKey | None, until_ns: float = mat
     rows = rows[floats(rows, "time_ns") <= until_ns]
     values = (("last_rss_bytes", floats(rows, "rss_bytes")), ("last_held_bytes", held_bytes(rows)))
     return tuple(
-        fact(name, round(value), "last sample", n=len(rows))
+        fact(name, round(value), window, n=len(rows))
         for name, series in values
         if math.isfinite(value := last(series))
     )

@@ -9,6 +9,7 @@ import pandas as pd
 
 from collector.diagnosis.run.columns import (
     ITERATIONS,
+    SECOND_NS,
     between,
     by_process,
     floats,
@@ -28,6 +29,8 @@ from training_harness.records import ROLE_COLLECTOR
 _TEARDOWN_FALL_RATIO = 0.05
 #: It lasts at most this share of the process's life, or `_TEARDOWN_LEAST_NS` if that is longer.
 _TEARDOWN_LIFE_RATIO, _TEARDOWN_LEAST_NS = 0.1, 3e9
+#: An interpreter frees at least this much per second, also where its objects lie scattered (5 GiB if they do not).
+_FREED_BYTES_PER_SECOND = 2.0**29
 #: Samples that a process needs for its teardown to be recognised.
 _TEARDOWN_POINTS = 4
 #: Time without an iteration after which training is over, in units of the longest pause between two iterations.
@@ -177,7 +180,7 @@ def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
     """Return the samples of one process before it gave back its memory at the very end, if it has ended.
 
     An interpreter that exits frees its memory object by object, which takes seconds for some GiB. A level that
-    falls for longer than `_TEARDOWN_LIFE_RATIO` of the process's life is not a teardown.
+    falls for longer than that, and than `_TEARDOWN_LIFE_RATIO` of the process's life, is not a teardown.
     """
     samples = samples[floats(samples, "alive") != 0] if len(samples) else samples
     times, resident = floats(samples, "time_ns"), resident_bytes(samples)
@@ -189,5 +192,6 @@ def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
     if fall < _TEARDOWN_FALL_RATIO * resident[begin]:
         return samples
     last_level = int(np.flatnonzero(resident >= resident[begin] - 0.05 * fall)[-1])
-    longest_ns = max(_TEARDOWN_LIFE_RATIO * float(np.ptp(times)), _TEARDOWN_LEAST_NS)
+    freeing_ns = fall / _FREED_BYTES_PER_SECOND * SECOND_NS
+    longest_ns = max(_TEARDOWN_LIFE_RATIO * float(np.ptp(times)), _TEARDOWN_LEAST_NS, freeing_ns)
     return samples.iloc[: last_level + 1] if times[-1] - times[last_level] <= longest_ns else samples

@@ -176,6 +176,7 @@ def test_stacks_say_when_a_process_last_received_data(tmp_path):
     foreign = Foreign(tmp_path, FOR_A_BATCH, POLL).run(60, ticks_per_second=50)
     foreign.run(125, bytes_per_second=10)
     assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] < 10
+    assert foreign.taken[-1][1]["processes"][0]["received_seconds_ago"] is None, "they came from a file"
     foreign.run(120)
     assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] == pytest.approx(119, abs=6)
 

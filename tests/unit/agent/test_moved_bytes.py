@@ -20,16 +20,16 @@ def test_bytes_that_arrive_on_a_connection_count_before_they_are_read():
         inode = os.readlink(f"/proc/self/fd/{connection.fileno()}")[len("socket:[") : -1]
         after = tcp_moved()
         assert after[inode] - before[inode] == 5000
-        own = moved_bytes("/proc", os.getpid(), after) - moved_bytes("/proc", os.getpid(), {})
+        own = moved_bytes("/proc", os.getpid(), after).tcp_bytes
         assert own >= 4000
-        assert moved_bytes("/proc", os.getpid(), after, {inode}) < moved_bytes("/proc", os.getpid(), after)
+        assert moved_bytes("/proc", os.getpid(), after, {inode}).tcp_bytes < own
 
 
 def test_bytes_that_are_read_count():
-    before = moved_bytes("/proc", os.getpid(), {})
+    before = moved_bytes("/proc", os.getpid(), {}).file_bytes
     with open("/dev/zero", "rb", buffering=0) as zeros:
         zeros.read(100_000)
-    assert moved_bytes("/proc", os.getpid(), {}) - before >= 100_000
+    assert moved_bytes("/proc", os.getpid(), {}).file_bytes - before >= 100_000
 
 
 def test_a_process_that_may_not_be_read_has_no_count(tmp_path):

@@ -28,7 +28,7 @@ WORKERS = (("node", 1000, 7000), ("node", 1001, 7001))
 AGENT = ("node", 90, 4900)
 
 
-def process(key, frames, waits, *, used_seconds=0.0, moves=False, parent=1, moved_seconds_ago=None):
+def process(key, frames, waits, *, used_seconds=0.0, moves=False, parent=1, **since):
     """Return a process of the dumps: its main thread's stack, and its CPU time from the first dump to the last."""
     return {
         "key": key,
@@ -37,7 +37,7 @@ def process(key, frames, waits, *, used_seconds=0.0, moves=False, parent=1, move
         "used_seconds": used_seconds,
         "moves": moves,
         "parent": parent,
-        "moved_seconds_ago": moved_seconds_ago,
+        "since": since,
     }
 
 
@@ -77,7 +77,7 @@ def _at(one, number):
         "start_ticks": one["key"][2],
         "parent_pid": one["parent"],
         "cpu_seconds": 5.0 + one["used_seconds"] * number / 2,
-        "moved_seconds_ago": one["moved_seconds_ago"],
+        **one["since"],
         "threads": [{"thread": "MainThread", "waits": one["waits"], "frames": frames}],
         "error": None,
     }

@@ -155,14 +155,25 @@ def test_stacks_that_are_taken_after_a_ctrl_c_do_not_hide_the_hang():
 NETWORK = "waiting for the network (10.0.0.7:443)"
 
 
-@pytest.mark.parametrize("waits", [NETWORK, POLL, LOCK, "waiting for a child process (wget, pid 9)"])
+@pytest.mark.parametrize("waits", [NETWORK, POLL, LOCK, "asleep", "waiting for a child process (wget, pid 9)"])
 def test_a_worker_that_still_receives_data_is_slow_and_not_stuck(waits):
-    loading = process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=0.0)
+    loading = process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=0.0, received_seconds_ago=0.0)
     finding = only(stacks(training(), WAITING, IDLE, loading, budgets=9.0))
     assert (finding.severity, finding.locus.worker) == ("info", 1)
     assert "Worker 1 of loader 0 is slow" in finding.summary
     assert "It received or sent data within the last 1" in finding.summary
     assert not any("timeout" in item.text for item in finding.advice)
+
+
+def test_a_worker_that_reads_files_is_slow_unless_it_sleeps_in_between():
+    """A program that awaits the lock of a database tries again and again, and reads a little each time."""
+    reading, polling = (
+        process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=0.0) for waits in (POLL, "asleep")
+    )
+    slow = only(stacks(training(), WAITING, IDLE, reading, budgets=9.0))
+    assert (slow.severity, "It read or wrote data within the last 1" in slow.summary) == ("info", True)
+    stuck = only(stacks(training(), WAITING, IDLE, polling, budgets=9.0))
+    assert (stuck.severity, "Worker 1 of loader 0 hangs: it is asleep in" in stuck.summary) == ("critical", True)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,14 @@ def test_pages_released_by_the_parent_are_no_copies():
     assert kinds(memory(training(), main=-250 * SATURATING, workers_private=250 * SATURATING)) == []
 
 
+def test_pages_that_become_private_after_the_last_batch_are_no_copies():
+    """The only other process that shared them has ended or freed them; a copy takes a fault in a batch."""
+    script = memory(training(), workers_private=60.0 * (np.arange(60) >= 50))
+    for name in ("fetch", "batch", "step"):
+        script.parts[name] = [part[part["time_ns"] < SECONDS[49] * 1e9] for part in script.parts[name]]
+    assert kinds(script) == []
+
+
 @pytest.mark.parametrize(("seconds", "expected"), [(1e-9, []), (15, ["copy-on-read-growth"])])
 def test_pages_touched_by_one_garbage_collection_are_no_growth(seconds, expected):
     def copied(at):
@@ -490,6 +498,8 @@ def test_every_finding_has_two_measurements():
 def test_pages_left_to_a_worker_by_a_dead_parent_are_no_copies():
     at_the_end = 250 * (np.arange(60) >= 58)
     script = memory(training(), workers_private=at_the_end)
+    for fetches in script.parts["fetch"]:
+        fetches["minor_fault_count"] = np.nan
     assert kinds(script) == ["copy-on-read-growth"]
     script.add("process", [{"time_ns": ns(SECONDS[57]), "process_pid": MAIN[1], "alive": 0}])
     alive = script.parts["process"][0]

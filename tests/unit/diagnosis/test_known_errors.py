@@ -3,10 +3,10 @@
 import pytest
 from ended_runs import DEATHS, WORKERS, end_run, end_training, end_workers, exception, training
 from growing_memory import RAMP, memory, training as growing_training
-from simulated_runs import MAIN, MIB, START_SECONDS, sample_host, sample_process
+from simulated_runs import MAIN, MIB, START_SECONDS, ns, sample_host, sample_process
 
 from collector.diagnosis.verdict import diagnose
-from training_harness.records import ROLE_MAIN
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 GIB = 1024 * MIB
 TORCH_REFUSED = (
@@ -57,6 +57,18 @@ def test_leak_of_a_process_whose_own_limit_is_met_comes_first():
     assert found.advice[0].text.startswith("Fix main-heap-leak first")
     assert found.fault == "your code"
     assert found.value_of("last_rss_bytes") > 700 * MIB
+
+
+def test_memory_of_the_worker_that_raised_is_told():
+    script, seconds = training(), [START_SECONDS + second for second in range(3)]
+    for key, role, held in ((MAIN, ROLE_MAIN, MIB), (WORKERS[0], ROLE_WORKER, MIB), (WORKERS[1], ROLE_WORKER, GIB)):
+        sample_process(script, seconds, key, role, private=[held] * 3, rss=[held] * 3)
+    error = {"loader": 0, "type": "MemoryError", "in_worker": True, "error_time_ns": ns(script.now_seconds - 0.6)}
+    script.event(script.now_seconds - 0.6, "loader-error", **error)
+    exception(script, "MemoryError", "Caught MemoryError in DataLoader worker process 1.\nMemoryError")
+    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    (held,) = (evidence for evidence in found.evidence if evidence.name == "last_rss_bytes")
+    assert (held.value, held.window) == (GIB, "last sample of the worker")
 
 
 def test_file_that_finds_no_room_while_dev_shm_fills_names_dev_shm():

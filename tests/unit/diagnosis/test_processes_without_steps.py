@@ -23,14 +23,14 @@ SECONDS = np.arange(180) + START_SECONDS + 1
 COLLECTOR = ("node", 90, 4900)
 
 
-def program(grown, *, key=MAIN, script=None, watched=False, **more):
+def program(grown, *, key=MAIN, script=None, watched=False, total=10**13, **more):
     """Return a run of a process without hooks that holds 200 MiB and `grown` MiB more, and then ends."""
     script = script or Script()
     if watched:
         script.manifest["watched"] = True
     held = (200 + np.asarray(grown, dtype=float)) * MIB
     sample_process(script, SECONDS[: len(held)], key, ROLE_OTHER, private=held, rss=held, **more)
-    return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=10**13)
+    return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=total)
 
 
 def note_program(script, name, *, has_torch, obstacle):
@@ -74,6 +74,12 @@ def test_memory_released_at_the_end_hides_no_leak():
     assert len(leaks(program(grown, watched=True))) == 1
 
 
+def test_memory_that_takes_long_to_release_hides_no_risk():
+    grown = np.concatenate([np.linspace(0, 13_000, 60), np.linspace(12_000, 0, 14)])
+    script = finish(program(grown, total=17_000 * MIB))
+    assert "host-oom-risk" in [finding.kind for finding in diagnose(script.tables()).findings]
+
+
 def test_memory_released_repeatedly_is_no_leak():
     assert leaks(finish(program(10.0 * (np.arange(60) % 6)))) == []
 
@@ -102,11 +108,11 @@ def test_memory_released_slowly_is_no_teardown():
     assert leaks(finish(program(grown))) == []
 
 
-def test_growth_of_a_live_process_without_iterations_is_information():
-    script = program(RAMP[:60])
-    script.living = frozenset({MAIN})
-    (found,) = leaks(script)
-    assert found.severity == "info"
+@pytest.mark.parametrize(("seconds", "severities"), [(60, []), (180, ["warning"])])
+def test_growth_of_a_live_process_without_iterations_is_told_after_two_minutes(seconds, severities):
+    script = program(RAMP[:seconds])
+    script.living, script.now_seconds = frozenset({MAIN}), float(SECONDS[seconds - 1])
+    assert [finding.severity for finding in diagnose(script.tables()).findings if finding.locus.pid] == severities
 
 
 @pytest.mark.parametrize("more", [{}, {"alive": np.ones(30)}])

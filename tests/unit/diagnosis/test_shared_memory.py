@@ -147,12 +147,13 @@ def test_unmapped_segments_are_found_by_the_kernels_count():
 
 
 def test_growth_beside_a_run_that_uses_no_shared_memory_is_no_warning():
-    script = training(shm=10.0 * AT, counted=10.0 * AT)
-    for part in script.parts["process"]:
+    script, nearly_full = (training(shm=10.0 * AT, counted=10.0 * AT, total=total) for total in (64 * 1024, 2048))
+    for part in (*script.parts["process"], *nearly_full.parts["process"]):
         part["shm_bytes"] = 4096  # a semaphore
     found = findings_of(script)
-    assert "shm-leak" in {finding.kind for finding in found}
-    assert {finding.severity for finding in found} == {"info"}
+    assert [(finding.kind, finding.severity) for finding in found] == [("shm-leak", "info")]
+    assert {finding.severity for finding in findings_of(nearly_full)} == {"info"}
+    assert "shm-exhaustion-risk" in kinds(nearly_full)
     assert "another program's, or files that the run writes there" in found[0].summary
     tracker = {
         "process_pid": 71,
@@ -160,7 +161,7 @@ def test_growth_beside_a_run_that_uses_no_shared_memory_is_no_warning():
         "argv": ["python", "-c", "multiprocessing.resource_tracker"],
     }
     script.event(START_SECONDS, "process-seen", **tracker)
-    assert {finding.severity for finding in findings_of(script)} == {"warning"}, "it makes segments and closes them"
+    assert findings_of(script)[0].severity == "warning", "it makes segments and closes them"
 
 
 def test_segments_of_another_job_are_a_risk_and_no_leak_of_the_run():
@@ -178,6 +179,12 @@ def test_segments_released_at_the_end_are_still_a_leak():
 
 def test_unconfirmed_growth_is_not_claimed():
     assert kinds(training(shm=10.0 * AT)) == ["cannot-tell"]
+
+
+def test_little_growth_in_a_nearly_empty_dev_shm_is_not_running_out():
+    risk = next(f for f in findings_of(training(shm=10.0 * AT, mapped=10.0 * AT)) if "risk" in f.kind)
+    assert risk.severity == "info"
+    assert "63.4 GiB are left of 64 GiB, too much for a warning" in risk.summary
 
 
 def test_risk_has_the_time_until_shm_is_full():

@@ -278,6 +278,7 @@ def test_out_of_order_loading_is_not_blamed_on_the_slow_worker():
         ((0.97, 0.03, 0.0), 64.0, "cpu"),
         ((0.45, 0.55, 0.0), 2.0, "oversubscribed"),
         ((0.0, 0.0, 1.0), 64.0, None),
+        ((0.1, 0.35, 0.55), 2.0, None),
         ((0.25, 0.75, 0.0), 64.0, "oversubscribed"),
     ],
 )

@@ -75,6 +75,15 @@ class IterState:
         self.popped_index = MISSING_INT64
         self.blocked_ns = 0
         self.yielded_count = 0
+        self.has_ended = False
+
+    def is_over(self) -> bool:
+        """Return whether nothing iterates any more: `it = iter(DataLoader(...))` keeps the iterator of a pass."""
+        iterator = self.iterator()
+        try:
+            return iterator is None or self.has_ended or self.yielded_count >= len(iterator)
+        except Exception:  # a sampler without a length
+            return False
 
 
 class LoaderHook(Hook):
@@ -101,9 +110,9 @@ class LoaderHook(Hook):
         self.progress.announce(current)
         self.progress.follow_batches(has_optimizer=has_optimizer())
         info = self.registry(current).info(loader)
-        info.iterator = weakref.ref(iterator)
         state = IterState(info, loader, begun_ns)
         state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
+        info.is_pass_over = state.is_over
         states[id(iterator)] = state
         worker.creation.loader, worker.creation.epoch = info.number, state.epoch
 
@@ -237,7 +246,8 @@ class LoaderHook(Hook):
         return meter
 
     def note_error(self, state: IterState, error: BaseException) -> None:
-        """Count an exception that `next()` raised, which the loop may catch."""
+        """Count an exception that `next()` raised, which the loop may catch, or note the end of the pass."""
+        state.has_ended = isinstance(error, StopIteration)
         if session.active is not None:
             self._errors.note(session.active, state.info.number, error)
 

@@ -51,7 +51,7 @@ class LoaderInfo:
         is_made_again: True if another one has taken the place of one after a single pass.
         batch_obstacle: why workers could not make its batches, in words; None if they could.
         loader: weak reference to the newest of them.
-        iterator: weak reference to its newest iterator, which may outlive it.
+        is_pass_over: returns whether its newest pass has ended; an iterator may outlive its loader.
     """
 
     def __init__(self, number: int, setting: Setting) -> None:
@@ -62,11 +62,11 @@ class LoaderInfo:
         self.is_made_again = False
         self.batch_obstacle: str | None = NO_BATCH
         self.loader: Callable[[], Any] = lambda: None
-        self.iterator: Callable[[], Any] = lambda: None
+        self.is_pass_over: Callable[[], bool] = lambda: True
 
     def is_gone(self) -> bool:
-        """Return whether neither the loader nor its iterator exists any more."""
-        return self.loader() is None and self.iterator() is None
+        """Return whether the loader does not exist any more, and nothing iterates over it."""
+        return self.loader() is None and self.is_pass_over()
 
 
 class LoaderRegistry:
