@@ -49,6 +49,7 @@ struct Handle {
     int device;
 };
 std::map<uintptr_t, Alloc> allocs;
+uint64_t pool_used[kDevices], pool_peak[kDevices];
 Stream null_stream[kDevices];
 bool active[kDevices];
 thread_local int current = 0;
@@ -216,6 +217,8 @@ cudaError_t device_alloc(void **out, size_t n) {
         return keep(cudaErrorMemoryAllocation);
     }
     allocs[(uintptr_t)p] = {c, current, 0, c};
+    pool_used[current] += c;
+    pool_peak[current] = std::max(pool_peak[current], pool_used[current]);
     *out = p;
     return cudaSuccess;
 }
@@ -226,6 +229,7 @@ cudaError_t device_free(void *p) {
     if (it == allocs.end() || it->second.kind) return keep(cudaErrorInvalidValue);
     munmap(p, it->second.size);
     credit(it->second.device, it->second.charged);
+    pool_used[it->second.device] -= it->second.size;
     allocs.erase(it);
     return cudaSuccess;
 }
@@ -508,13 +512,17 @@ API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int d) {
     *p = (cudaMemPool_t)(intptr_t)(d + 1);
     return cudaSuccess;
 }
-API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
+API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t p, cudaMemPoolAttr a, void *) {
+    Lock l(big);
+    int d = (int)(intptr_t)p - 1;
+    if (a == cudaMemPoolAttrReservedMemHigh || a == cudaMemPoolAttrUsedMemHigh) pool_peak[d] = pool_used[d];
+    return cudaSuccess;
+}
 API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, cudaMemPoolAttr a, void *v) {
     Lock l(big);
-    uint64_t n = 0;
-    for (auto &x : allocs)
-        if (!x.second.kind && x.second.device == (int)(intptr_t)p - 1) n += x.second.size;
-    *(uint64_t *)v = (int)a >= 5 ? n : 0;
+    int d = (int)(intptr_t)p - 1;
+    bool is_peak = a == cudaMemPoolAttrReservedMemHigh || a == cudaMemPoolAttrUsedMemHigh;
+    *(uint64_t *)v = (int)a < 5 ? 0 : is_peak ? pool_peak[d] : pool_used[d];
     return cudaSuccess;
 }
 API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc *, size_t) { return cudaSuccess; }

@@ -23,6 +23,15 @@ def test_leak_is_judged_by_pytorchs_statistics_without_nvml(watched):
     assert run.findings("gpu-tensor-leak")
 
 
+def test_error_whose_message_pytorch_cannot_compose_is_out_of_memory(watched):
+    """Without NVML the allocator fails while it writes its message."""
+    run = watched("errors.py", "backward", CUDA_SIM_NO_NVML="1")
+    assert "NVML_SUCCESS" in run.done.stderr
+    (error,) = run.findings("cuda-oom")
+    assert (error["severity"], error["locus"]["device"]) == ("critical", 0)
+    assert "crashed" not in run.warned
+
+
 def test_no_process_is_blamed_if_nvml_names_none(watched):
     run = watched("errors.py", "forward", options=OFTEN, CUDA_SIM_NO_PROCESSES="1")
     samples = run.table("device")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from collector.diagnosis.deaths.cuda_oom import message_figures
@@ -53,9 +55,20 @@ def test_caught_error_has_the_figures_of_its_message(watched):
     assert same(figures["allocated_bytes"], said["allocated_bytes"])
 
 
+def test_error_before_the_first_step_has_the_account_of_its_moment(watched):
+    too_large = "import torch; [torch.empty(300 << 20, dtype=torch.uint8, device='cuda') for _ in range(20)]"
+    run = watched(sys.executable, "-c", too_large)
+    (found,) = run.findings("cuda-oom")
+    figures = evidence(found)
+    assert figures["other_processes_bytes"] == 0
+    assert run.report["summary"]["peak"]["device_reserved_bytes"] == figures["reserved_bytes"] > 1 << 30
+
+
 def test_figures_come_from_the_message_without_observers(watched):
     run = watched("errors.py", "forward", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     (found,) = run.findings("cuda-oom")
     said = message_figures(run.done.stderr)
     assert evidence(found)["allocated_bytes"] == said["allocated_bytes"]
     assert found["limit"]["value"] == 2 << 30
+    assert (found["locus"]["device"], found["since_step"]) == (0, len(run.table("step")))
+    assert run.report["summary"]["peak"]["device_allocated_bytes"] >= 0.99 * said["allocated_bytes"]

@@ -284,8 +284,16 @@ def cuda_errors(tables: RunTables) -> list[CudaError]:
         events.append({**event, "caught": True} if event.get("caught") is None and has_ended_well else event)
     for event in sorted(events, key=lambda event: event.get("caught") is not True):
         key, device = writer_of(event), whole(event.get("device"))
+        if device is None and not _RAISED_AGAIN.match(str(event.get("message") or "")):
+            device = _only_device(tables, key)
         last[key, device] = CudaError(key=key, device=device, event=event, slot=slots.get(key[:2]))
     return _of_workers(list(last.values()))
+
+
+def _only_device(tables: RunTables, key: ProcessKey) -> int | None:
+    """Return the device that a process uses, None if there are several."""
+    used = {a.device for a in allocators(tables.stream("device_memory")) if a.key == key}
+    return used.pop() if len(used) == 1 else None
 
 
 def _of_workers(errors: list[CudaError]) -> list[CudaError]:

@@ -472,8 +472,40 @@ def test_fatal_oom_is_recorded_without_observers(out_of_memory):
     assert "not meaningful" in reported["snapshot_error"]
 
 
+@pytest.mark.parametrize(
+    ("message", "device"),
+    [
+        ("Allocation on device 1 would exceed allowed memory. (out of memory)", 1),
+        ("CUDA out of memory. Tried to allocate 2 MiB. GPU 1 has a total capacity of 2 GiB", 1),
+        ("CUDA error: out of memory", None),
+        ("Caught OutOfMemoryError in DataLoader worker process 1.\nOriginal: GPU 0 has a total capacity", None),
+    ],
+)
+def test_fatal_oom_without_observers_is_on_the_device_of_its_message(out_of_memory, message, device):
+    out_of_memory.hook.cuda_is_ready()
+    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError(message), None)
+    (reported,) = out_of_memory.events("cuda-oom")
+    assert reported["device"] == device
+
+
+def test_error_raised_from_an_oom_is_fatal_with_the_message_of_the_oom(out_of_memory):
+    out_of_memory.hook.cuda_is_ready()
+    out_of_memory.observers[0](0, ASKED, LIMIT, FREE)
+    error = ValueError("training failed")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
+    sys.excepthook(ValueError, error, None)
+    (reported,) = out_of_memory.events("cuda-oom")
+    assert (reported["caught"], reported["message"]) == (False, "CUDA out of memory.")
+
+
 def test_only_cuda_out_of_memory_errors_are_recognised():
     assert is_out_of_memory(torch.OutOfMemoryError("Caught OutOfMemoryError in replica 1 on device 1."))
+    assert is_out_of_memory(
+        RuntimeError(
+            "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+            '"/__w/pytorch/pytorch/c10/cuda/CUDACachingAllocator.cpp":1377, please report a bug to PyTorch. '
+        )
+    )
     assert not is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(MemoryError())
 

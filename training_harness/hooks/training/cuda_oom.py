@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -36,6 +37,8 @@ _SNAPSHOT = ("path", "bytes", "pickle")
 _GAUGES = ("allocated_bytes", "reserved_bytes")
 _ERRORS_AT_MOST = 64
 _MESSAGE_CHARACTERS = 2000
+#: The device in the allocators' messages (c10/cuda: CUDACachingAllocator.cpp, CUDAMallocAsyncAllocator.cpp).
+_DEVICE = re.compile(r"(?:^Allocation on device|\bGPU) (\d+) (?:would|has)")
 
 
 class OomHook(Hook):
@@ -80,7 +83,7 @@ class OomHook(Hook):
             "limit_bytes": limit_bytes,
             "free_bytes": free_bytes,
         }
-        self._progress.gauge(current)  # the step may never reach its own record
+        self._gauge(current)
         try:
             stats = self._torch.cuda.memory_stats_as_nested_dict(device)
             error |= {name: stats[name]["all"]["current"] for name in _GAUGES if name in stats}
@@ -101,7 +104,7 @@ class OomHook(Hook):
         if not errors and error is None:
             return
         # Without an observer, or for memory outside the allocator, the exception is the only source.
-        last = errors[-1] if errors else {"device": None, "step": step}
+        last = errors[-1] if errors else {"device": _device_of(str(error)), "step": step}
         if not caught and "path" not in last:
             last |= {**self._snapshot(current), "is_snapshot_later": True}
         if error is not None:
@@ -139,17 +142,24 @@ class OomHook(Hook):
 
     def _excepthook(self, previous: Any) -> Any:
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if is_out_of_memory(error):
-                self._guarded_report(caught=False, error=error)
-            else:  # another error ended the training, perhaps a consequence of the one that it caught
-                self._guarded_report()
+            cause = _out_of_memory_behind(error)
+            # Without one, another error ended the training, perhaps a consequence of the one that it caught.
+            self._guarded_report(caught=None if cause is None else False, error=cause)
             previous(kind, error, trace)
 
         return excepthook
 
     def _guarded_report(self, *, caught: bool | None = None, error: BaseException | None = None) -> None:
         if (current := session.active) is not None:
+            if error is not None and not self._errors:  # no observer has read anything
+                self._progress.calls.run()
+                self._gauge(current)
             self.attempt(self.report, current, self._progress.step, caught=caught, error=error)
+
+    def _gauge(self, current: session.Session) -> None:
+        """Record the allocators: the step may never reach its own record, and no step may have ended yet."""
+        self._progress.uses_device = not is_worker()
+        self._progress.gauge(current)
 
     def _snapshot(self, current: session.Session) -> dict[str, Any]:
         try:
@@ -158,10 +168,26 @@ class OomHook(Hook):
             return {"snapshot_error": f"{type(error).__name__}: {error}"}
 
 
+def _device_of(message: str) -> int | None:
+    """Return the run's number of the device that an error names; a worker's error is recorded in the worker."""
+    named = None if message.startswith("Caught ") else _DEVICE.search(message)
+    return number_in_run(int(named[1])) if named else None
+
+
+def _out_of_memory_behind(error: BaseException) -> BaseException | None:
+    """Return the error, or the one that it was raised from, if CUDA's memory ran out."""
+    cause: BaseException | None = error
+    while cause is not None and not is_out_of_memory(cause):
+        cause = cause.__cause__
+    return cause
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether CUDA's memory ran out, by torch's allocator or by an error of CUDA itself to a library."""
     text = str(error)
     is_told = "out of memory" in text and any(name in text for name in ("CUDA", "HIP", "XPU"))
+    # Without NVML the allocator fails while it composes its message (`reportProcessMemoryInfo`), and nowhere else.
+    is_told |= "NVML_SUCCESS" in text and "CachingAllocator" in text
     return type(error).__name__ == "OutOfMemoryError" or is_told
 
 
