@@ -27,7 +27,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,14 +234,7 @@ class JournalWriter:
             os.close(self._fd)
 
     def _has_segment_open(self) -> bool:
-        """Return whether the descriptor still belongs to the segment.
-
-        A program that closes all descriptors (a daemon, `os.closerange`) gives its own next files these numbers.
-        """
-        try:
-            return self._fd >= 0 and _file_id(self._fd) in self._segment_files
-        except OSError:
-            return False
+        return _is_open(self._fd, self._segment_files)
 
     def _open_segment(self) -> bool:
         if self._is_pausing():
@@ -342,7 +335,7 @@ class EventLog:
         event = {"time_ns": time.monotonic_ns(), "kind": kind, **self._writer, **fields}
         try:
             line = json.dumps(redact_fields(event), default=repr).encode() + b"\n"
-            if not self._has_file_open():
+            if not _is_open(self._fd, (self._file,)):
                 self._fd = os.open(self._path, _APPEND, 0o600)
                 self._file = _file_id(self._fd)
             os.write(self._fd, line)
@@ -350,20 +343,24 @@ class EventLog:
             pass
 
     def __del__(self) -> None:
-        if self._has_file_open():
+        if _is_open(self._fd, (self._file,)):
             os.close(self._fd)
-
-    def _has_file_open(self) -> bool:
-        """Return whether the descriptor is still that of the file, whatever the program closed."""
-        try:
-            return self._fd >= 0 and _file_id(self._fd) == self._file
-        except OSError:
-            return False
 
 
 def _file_id(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
+
+
+def _is_open(descriptor: int, files: Collection[tuple[int, int] | None]) -> bool:
+    """Return whether a descriptor is still that of one of these files.
+
+    A program that closes all descriptors (a daemon, `os.closerange`) gives its own next files these numbers.
+    """
+    try:
+        return descriptor >= 0 and _file_id(descriptor) in files
+    except OSError:
+        return False
 
 
 def _environment_int(name: str) -> int | None:

@@ -7,6 +7,7 @@ from typing import TypedDict, cast
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from collector.diagnosis.deaths.last_minute import earlier_workers, last_states, to_records
 from collector.diagnosis.loading.loaders import loops
@@ -173,9 +174,7 @@ def data_wait_ratio(tables: RunTables) -> float | None:
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
-    waits = step.assign(has_wait=np.isfinite(wait)).groupby(WRITER)["has_wait"]
-    has_loader = waits.transform("any").to_numpy(dtype=bool)
-    timed = np.isfinite(duration) & has_loader  # before its first DataLoader a process waited for none
+    timed = np.isfinite(duration) & _has_loader(step)  # before its first DataLoader a process waited for none
     if duration[timed].sum() > 0:
         return float(np.nansum(wait[timed]) / duration[timed].sum())
     return _batch_wait_ratio(tables.stream("batch"))
@@ -191,8 +190,7 @@ def outside_step(tables: RunTables) -> OutsideStep | None:
     step = tables.stream("step")
     is_timed = np.isfinite(floats(step, "forward_ns")) & np.isfinite(floats(step, "duration_ns"))
     waits = np.isfinite(floats(step, "data_wait_ns"))
-    has_loader = step.assign(waits=waits).groupby(WRITER)["waits"].transform("any").to_numpy(dtype=bool)
-    rows = step[is_timed & ~waits & (~has_loader | (floats(step, "batches_count") == 0))]
+    rows = step[is_timed & ~waits & (~_has_loader(step) | (floats(step, "batches_count") == 0))]
     outside, cpu = floats(rows, "other_ns"), floats(rows, "outside_cpu_ns")
     steps_ns = float(floats(rows, "duration_ns").sum())
     if steps_ns <= 0:
@@ -205,6 +203,12 @@ def outside_step(tables: RunTables) -> OutsideStep | None:
         "seconds": float(outside.mean()) / SECOND_NS,
         "steps": float(len(rows)),
     }
+
+
+def _has_loader(step: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return of each step whether its process ever waited for a DataLoader in a step."""
+    waits = step.assign(waits=np.isfinite(floats(step, "data_wait_ns"))).groupby(WRITER)["waits"]
+    return waits.transform("any").to_numpy(dtype=bool)
 
 
 def _batch_wait_ratio(batch: pd.DataFrame) -> float | None:

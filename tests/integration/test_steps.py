@@ -13,6 +13,20 @@ PHASES = ["data_wait_ns", "h2d_ns", "forward_ns", "backward_ns", "optimizer_ns",
 MS = 1e6
 
 
+@pytest.fixture
+def run_text(run_attached, tmp_path):
+    """Run the text of a script as `run_attached` does, to its good end."""
+
+    def start(text, *arguments):
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        run = run_attached(script, *arguments)
+        assert run.done.returncode == 0, run.done.stderr
+        return run
+
+    return start
+
+
 def test_step_ends_and_phases_match_the_loop(run_attached):
     run = run_attached(SCRIPT)
     assert run.done.returncode == 0, run.done.stderr
@@ -92,23 +106,17 @@ TORCH, TORCHDATA = ("torch.utils.data", "DataLoader"), ("torchdata.stateful_data
 @pytest.mark.parametrize(
     ("persistent", "loader"), [(True, TORCH), (False, TORCH), (True, TORCHDATA), (False, TORCHDATA)]
 )
-def test_start_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path, persistent, loader):
+def test_start_of_an_epoch_is_a_wait_for_data(run_text, persistent, loader):
     module, name = loader
     pytest.importorskip(module)
-    script = tmp_path / "train.py"
-    script.write_text(EPOCHS.format(persistent=persistent, module=module, name=name))
-    run = run_attached(script)
-    assert run.done.returncode == 0, run.done.stderr
+    run = run_text(EPOCHS.format(persistent=persistent, module=module, name=name))
     step = run.table("step")
     assert (step.data_wait_ns[[2, 4, 6]] >= 250 * MS).all(), "the sampler draws while the iterator is made"
     assert (step[PHASES].sum(axis=1)[1:] == step.duration_ns[1:]).all()
 
 
-def test_end_of_the_workers_of_an_epoch_is_a_wait_for_data(run_attached, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ENDING)
-    run = run_attached(script)
-    assert run.done.returncode == 0, run.done.stderr
+def test_end_of_the_workers_of_an_epoch_is_a_wait_for_data(run_text):
+    run = run_text(ENDING)
     ended = run.events("workers-ended")
     assert len(ended) == 3
     took_ns = ended.time_ns - [json.loads(body)["begun_ns"] for body in ended.body]
@@ -160,11 +168,8 @@ else:
 """
 
 
-def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_attached, tmp_path):
-    script = tmp_path / "threads.py"
-    script.write_text(THREADS)
-    run = run_attached(script)
-    assert run.done.returncode == 0, run.done.stderr
+def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_text):
+    run = run_text(THREADS)
     step = run.table("step")
     assert len(step) == 20
     assert step.data_wait_ns.isna().all(), (
@@ -175,11 +180,8 @@ def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_attac
     assert step.batches_count.sum() in (22, 24)
 
 
-def test_a_training_in_a_thread_of_its_own_waits_for_its_own_loader(run_attached, tmp_path):
-    script = tmp_path / "threads.py"
-    script.write_text(THREADS)
-    run = run_attached(script, "own")
-    assert run.done.returncode == 0, run.done.stderr
+def test_a_training_in_a_thread_of_its_own_waits_for_its_own_loader(run_text):
+    run = run_text(THREADS, "own")
     step = run.table("step")
     assert len(step) == 20
     assert (step.data_wait_ns[1:] >= 40 * MS).all()

@@ -196,8 +196,7 @@ class HangWatch:
         if not self._dumps_left or not idleness.series_count:
             self._dumps_left = 0
             return None
-        programs = ((process, read_program(self._proc, process.pid)) for process in sorted(alive))
-        chosen = [process for process, program in programs if program is not None and program.is_python]
+        chosen = list(filter(self._is_python, sorted(alive)))
         processes = [self._stacks(now_ns, process) for process in chosen[:_MOST_PROCESSES]]
         stacks = (from_fields(thread, Locus()) for process in processes for thread in process["threads"])
         if not any(stack.shows_pending_work for stack in stacks):
@@ -221,13 +220,16 @@ class HangWatch:
         mains = sorted(process for role, process in ranked if role == ROLE_MAIN)
         workers = sorted(process for role, process in ranked if role == ROLE_WORKER)
         pids = {process.pid for process in mains}
-        children = [process for process in sorted(self._helpers_of(alive)) if self._is_python_of(pids, process)]
-        return [*mains, *workers, *children][:_MOST_PROCESSES]
+        children = (process for process in sorted(self._helpers_of(alive)) if self._parent_pid(process) in pids)
+        return [*mains, *workers, *filter(self._is_python, children)][:_MOST_PROCESSES]
 
-    def _is_python_of(self, parent_pids: set[int], process: LocalProcess) -> bool:
+    def _parent_pid(self, process: LocalProcess) -> int | None:
         stat = procfs.read_stat(self._proc, process.pid)
+        return stat.parent_pid if stat else None
+
+    def _is_python(self, process: LocalProcess) -> bool:
         program = read_program(self._proc, process.pid)
-        return stat is not None and stat.parent_pid in parent_pids and program is not None and program.is_python
+        return program is not None and program.is_python
 
     def _helpers_of(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
         return [process for process in alive if self._roles.role_of(process).role == ROLE_OTHER]
@@ -255,12 +257,12 @@ class HangWatch:
         if not processes:
             self._traffic.clear()
             return
-        tcp, totals = tcp_moved(), dict[LocalProcess, Moved | None]()
+        tcp, helpers = tcp_moved(), self._helpers_of(alive)
         by_pid = {process.pid: process for process in processes}
-        for process in processes:
-            totals[process] = self._moved_bytes(process, by_pid, tcp)[1]
-        for process in self._helpers_of(alive):
-            parent, total = self._moved_bytes(process, by_pid, tcp)
+        moved = {each: self._moved_bytes(each, by_pid, tcp) for each in {*processes, *helpers}}
+        totals = {process: moved[process][1] for process in processes}
+        for process in helpers:
+            parent, total = moved[process]
             if parent is None or total is None:
                 continue
             if process not in totals or self._roles.role_of(parent).role == ROLE_MAIN:
@@ -275,8 +277,7 @@ class HangWatch:
         self, process: LocalProcess, by_pid: Mapping[int, LocalProcess], tcp: Mapping[str, int]
     ) -> tuple[LocalProcess | None, Moved | None]:
         """Return its parent, if that is among `by_pid`, and the bytes that it moved by itself."""
-        stat = procfs.read_stat(self._proc, process.pid)
-        parent = by_pid.get(stat.parent_pid) if stat else None
+        parent = by_pid.get(self._parent_pid(process) or 0)
         inherited = sockets(self._proc, parent.pid) if parent else set()
         return parent, moved_bytes(self._proc, process.pid, tcp, inherited)
 

@@ -78,17 +78,16 @@ def slow_transfer(case: LoadingCase) -> Finding:
             "go on while one of them holds the interpreter (GIL)"
         )
         measured["other_threads_cores_count"], advice = cores, (_MOVE_THREADS,)
-    finding = no_cause(case, missing)
-    finding = dataclasses.replace(finding, evidence=(*finding.evidence, *case.measured(**measured)), advice=advice)
-    loss = case.loss(steady.transfer - steady.fetch_mean)
+    finding, loss = no_cause(case, missing), case.loss(steady.transfer - steady.fetch_mean)
+    evidence = (*finding.evidence, *case.measured(**measured))
     if cores >= _BUSY_THREADS or steady.fetch_mean >= HAND_OVER_SECONDS or loss.ratio < LEAST_LOST_RATIO:
-        return finding
-    return dataclasses.replace(  # it is made in less time than any transfer takes
-        finding,
+        return dataclasses.replace(finding, evidence=evidence, advice=advice)
+    return Finding(  # a batch is made in less time than any transfer takes
         kind="copy-bound",
         summary=f"The workers of loader {case.loop.loader} cost more than they save: a batch is made in "
         f"{duration(steady.fetch_mean)}, and its transfer takes {duration(steady.transfer)}. {loss.words}",
-        evidence=(*loss.evidence(), *finding.evidence),
+        evidence=(*loss.evidence(), *evidence),
+        advice=advice,
         fault="your settings",
         **case.facts("main", loss),
     )

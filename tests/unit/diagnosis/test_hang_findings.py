@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from hanging_trainings import OTHER_RANK, only, stacks, training, two_ranks
 from recorded_dumps import data, fields
-from simulated_runs import MAIN, MIB, START_SECONDS, ns, sample_process, start_training
+from simulated_runs import MAIN, START_SECONDS, ns, start_training
 from stack_events import (
     AGENT,
     FOR_A_BATCH,
@@ -18,7 +18,6 @@ from stack_events import (
     POLL,
     TORCH,
     WORKERS,
-    add_stacks,
     process,
 )
 
@@ -26,42 +25,6 @@ from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.deaths.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding, Locus, measurements
-from training_harness.records import ROLE_OTHER
-
-OTHER_RANK = ("node", 200, 5100)
-
-
-def training(*, batches=10, dataset_length=400, script=None, key=MAIN, rank=None):
-    """Return a training with two workers that has had some `batches` of 8 samples."""
-    script = start_training(script, key=key, rank=rank)
-    begin = START_SECONDS + 1
-    script.event(begin, "loader", key, rank, loader=0, dataset_length=dataset_length, batch_size=8, num_workers=2)
-    pids = [worker[1] + key[1] - MAIN[1] for worker in WORKERS]
-    script.event(begin, "epoch-start", key, rank, loader=0, epoch=0, worker_pids=pids, begun_ns=ns(begin))
-    times = [begin + 0.5 * index for index in range(batches)]
-    script.add(
-        "batch",
-        [{"time_ns": ns(time), "loader": 0, "epoch": 0, "index": index} for index, time in enumerate(times)],
-        key,
-        rank,
-    )
-    return script.add("step", [{"time_ns": ns(time), "step": i} for i, time in enumerate(times)], key, rank)
-
-
-def two_ranks():
-    """Return a training of two ranks with two workers each."""
-    return training(script=training(rank=0), key=OTHER_RANK, rank=1)
-
-
-def stacks(script, *processes, silent=(MAIN,), **options):
-    """Add a series of dumps of a silent training."""
-    return add_stacks(script, *processes, silent=silent, **options)
-
-
-def only(script):
-    (finding,) = find_hangs(script.tables())
-    return finding
-
 
 WAITING = process(MAIN, FOR_A_BATCH, POLL)
 IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
@@ -437,68 +400,3 @@ def test_dumps_of_a_training_that_goes_on_or_has_succeeded_are_no_hang():
     assert find_hangs(running.tables()) == []
     running.event(DUMPED, "command-exit", AGENT, command_pid=MAIN[1], exit_status=0).living = frozenset()
     assert find_hangs(running.tables()) == []
-
-
-AT_A_POOL = [
-    ["Condition.wait", f"{LIBRARY}/threading.py", 327],
-    ["ApplyResult.get", f"{LIBRARY}/multiprocessing/pool.py", 768],
-    ["main", "/home/me/train.py", 33],
-]
-
-
-@pytest.mark.parametrize("ends_at", [None, 21.0, 4.0])
-def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
-    """The silence began after 21 s; a process that ended long before was replaced, and nothing was lost."""
-    script = stacks(training(), process(MAIN, AT_A_POOL, LOCK))
-    seconds = [START_SECONDS + second for second in (1.0, 2.0, ends_at or 55.0)]
-    alive = np.array([1, 1, 0])
-    parents = np.array([MAIN[1], MAIN[1], np.nan])
-    held = np.full(3, MIB)
-    child = ("node", 3000, 9000)
-    sample_process(script, seconds, child, ROLE_OTHER, private=held, rss=held, alive=alive, parent_pid=parents)
-    finding = only(script)
-    assert finding.severity == "critical"
-    assert "it is waiting for a process pool in main, train.py:33" in finding.summary
-    lost = "child process (pid 3000) ended just then"
-    assert (lost in finding.summary) == (ends_at == 21.0)
-    text = finding.advice[0].text
-    assert text.startswith("Use concurrent.futures" if ends_at == 21.0 else "Look at what the pool's processes do")
-
-
-@pytest.mark.parametrize(
-    ("call", "path", "words"),
-    [
-        ("Queue.get", "queue.py", "waiting for an item of a queue"),
-        ("Thread.join", "threading.py", "waiting for the end of a thread"),
-        ("Future.result", "concurrent/futures/_base.py", "waiting for the result of a task"),
-    ],
-)
-@pytest.mark.parametrize("ended", [True, False])
-def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, path, words, ended):
-    frames = [
-        ["Condition.wait", f"{LIBRARY}/threading.py", 327],
-        [call, f"{LIBRARY}/{path}", 171],
-        ["main", "/home/me/train.py", 33],
-    ]
-    script = stacks(training(), process(MAIN, frames, LOCK))
-    if ended:
-        raised = {"type": "OSError", "message": "disk gone", "site": "/home/me/data.py:9, in produce"}
-        script.event(START_SECONDS + 9, "thread-exception", MAIN, thread="Thread-1", traceback="", **raised)
-    finding = only(script)
-    assert finding.severity == "critical"
-    assert f"it is {words} in main, train.py:33" in finding.summary
-    told = "One of its threads ended 10 s before the last step with OSError at data.py:9, in produce: disk gone"
-    assert (told in finding.summary) == ended
-    assert finding.advice[0].text.startswith("Hand the exceptions") == ended
-    assert "forkserver" not in finding.advice[0].text
-
-
-def test_training_at_a_lock_is_told_where_its_other_threads_stand():
-    script = stacks(training(), process(MAIN, IN_MAIN, LOCK))
-    saving = [["saver", "/home/me/train.py", 9], ["Thread.run", f"{LIBRARY}/threading.py", 1]]
-    for event in script.events:
-        if event["kind"] == "stacks":
-            event["processes"][0]["threads"].append({"thread": "Thread-1 (saver)", "waits": LOCK, "frames": saving})
-    finding = only(script)
-    assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
-    assert finding.advice[0].text.startswith("Find the thread that holds the lock")

@@ -14,7 +14,6 @@ from growing_memory import (
     findings_of,
     kinds,
     memory,
-    take_faults,
     training,
 )
 from simulated_runs import (
@@ -224,78 +223,6 @@ def test_leak_is_found_although_each_epoch_forks_again():
     assert kinds(script) == ["main-heap-leak"]
 
 
-def test_copy_on_read_is_found_with_its_limit():
-    script = memory(training(), workers_private=250 * SATURATING, host=500 * SATURATING)
-    copies = findings_of(script)
-    assert [f.kind for f in copies] == ["copy-on-read-growth"]
-    assert copies[0].locus.loader == 0
-    assert copies[0].limit.value >= 500 * MIB
-
-
-def test_sparse_samples_are_enough():
-    """smaps is read only now and then."""
-    sparse = np.full(60, np.nan)
-    sparse[[0, 7, 15, 30]] = [10, 40, 90, 110]
-    assert kinds(memory(training(), workers_private=sparse)) == ["copy-on-read-growth"]
-
-
-def test_a_tensor_backed_dataset_is_silent():
-    assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
-
-
-def test_pages_released_by_the_parent_are_no_copies():
-    assert kinds(memory(training(), main=-250 * SATURATING, workers_private=250 * SATURATING)) == []
-
-
-def test_pages_that_become_private_after_the_last_batch_are_no_copies():
-    """The only other process that shared them has ended or freed them; a copy takes a fault in a batch."""
-    script = memory(training(), workers_private=60.0 * (np.arange(60) >= 50))
-    for name in ("fetch", "batch", "step"):
-        script.parts[name] = [part[part["time_ns"] < SECONDS[49] * 1e9] for part in script.parts[name]]
-    assert kinds(script) == []
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(1e-9, []), (15, ["copy-on-read-growth"])])
-def test_pages_touched_by_one_garbage_collection_are_no_growth(seconds, expected):
-    def copied(at):
-        return 40.0 * np.clip((at - SECONDS[30] + 0.01) / seconds, 0, 1)
-
-    script = memory(training(), workers_private=copied(SECONDS))
-    for fetches in script.parts["fetch"]:
-        fetches["minor_fault_count"] = np.diff(copied(fetches["time_ns"] / 1e9), prepend=0.0) * MIB // 4096
-    assert kinds(script) == expected
-
-
-def test_one_garbage_collection_that_takes_longer_than_a_sample_is_no_growth():
-    script = memory(training(), workers_private=120.0 * np.clip((SECONDS - SECONDS[30]) / 3, 0, 1))
-    begun, ended = (SECONDS[at] * 1e9 for at in (30, 33))
-    fetches = [
-        part[~part["time_ns"].between(begun, ended)].reset_index(drop=True) for part in script.parts["fetch"]
-    ]
-    for part in fetches:
-        collecting = int(np.argmax(part["time_ns"] > ended))
-        part["minor_fault_count"] = 0.0
-        part.loc[collecting, ["minor_fault_count", "getitem_ns"]] = [120 * MIB // 4096, 4e9]
-    script.parts["fetch"] = fetches
-    assert kinds(script) == []
-
-
-@pytest.mark.parametrize(("faults_ratio", "expected"), [(0.0, []), (1.0, ["copy-on-read-growth"])])
-def test_pages_that_become_private_without_a_fault_of_the_worker_are_no_copies(faults_ratio, expected):
-    """A garbage collection of the parent writes the pages that it shares: the worker has the old ones alone."""
-    copied = 80.0 * np.clip((SECONDS - SECONDS[25]) / 5, 0, 1)
-    script = memory(training(), workers_private=copied)
-    take_faults(script, faults_ratio * copied)
-    for fetches in script.parts["fetch"]:
-        fetches["minor_fault_count"] += 6000  # the batch itself
-    assert kinds(script) == expected
-
-
-def test_spawned_workers_copy_nothing():
-    script = memory(training(start_method="spawn"), workers_private=250 * SATURATING)
-    assert kinds(script) == []
-
-
 def test_growing_cache_in_the_workers_is_a_worker_leak():
     leak = findings_of(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
     assert [f.kind for f in leak] == ["worker-heap-leak"]
@@ -493,15 +420,3 @@ def test_every_finding_has_two_measurements():
         assert finding.kind == "cannot-tell" or len({e.name for e in finding.evidence}) >= 2
         assert all(e.n >= 0 and e.window and e.unit for e in finding.evidence)
         assert finding.severity == "info" or finding.advice
-
-
-def test_pages_left_to_a_worker_by_a_dead_parent_are_no_copies():
-    at_the_end = 250 * (np.arange(60) >= 58)
-    script = memory(training(), workers_private=at_the_end)
-    for fetches in script.parts["fetch"]:
-        fetches["minor_fault_count"] = np.nan
-    assert kinds(script) == ["copy-on-read-growth"]
-    script.add("process", [{"time_ns": ns(SECONDS[57]), "process_pid": MAIN[1], "alive": 0}])
-    alive = script.parts["process"][0]
-    script.parts["process"][0] = alive[alive["time_ns"] <= ns(SECONDS[57])]
-    assert kinds(script) == []

@@ -1,4 +1,4 @@
-"""Allocator gauges, the census, compact snapshots, and what is written when CUDA runs out of memory.
+"""Allocator gauges, compact snapshots, and what is written when CUDA runs out of memory.
 
 There is no CUDA here: its functions are replaced by ones that return what PyTorch's own allocator reported on a
 simulated device (torch.cuda.memory_stats, host_memory_stats, memory_snapshot, _snapshot).
@@ -16,7 +16,6 @@ import pickle
 import sys
 import time
 import tracemalloc
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -25,10 +24,9 @@ import torch
 from tests.recorded_runs import allocator_state, recorded
 from training_harness import layout, session
 from training_harness.hooks.heap import EVERY_NS
-from training_harness.hooks.on_request import allocation_growth, requests, tensor_census as census_module
+from training_harness.hooks.on_request import allocation_growth, requests
 from training_harness.hooks.on_request.requests import POLL_EVERY_NS
 from training_harness.hooks.on_request.snapshots import compact
-from training_harness.hooks.on_request.tensor_census import census
 from training_harness.hooks.training.cuda_oom import OomHook, install, is_out_of_memory
 from training_harness.hooks.training.devices import DeviceGauges, gauges
 from training_harness.hooks.training.step_phases import Progress
@@ -153,82 +151,6 @@ def test_reading_of_a_device_that_was_emptied_before_it_is_written_is_recorded()
     for step, reading in enumerate(readings):
         devices.write(current, step, reading)
     assert [step for _, step, *_ in written] == list(range(len(readings) - 1))
-
-
-class Hostile:
-    """An object that fails if the census calls any of its code."""
-
-    @property
-    def __class__(self):
-        raise AssertionError("the census called user code")
-
-    def __getattribute__(self, name):
-        raise AssertionError("the census called user code")
-
-
-class HostileMeta(type):
-    def __hash__(cls):
-        raise AssertionError("the census called user code")
-
-    def __eq__(cls, other):
-        raise AssertionError("the census called user code")
-
-    def __instancecheck__(cls, instance):
-        raise AssertionError("the census called user code")
-
-
-class HostileType(metaclass=HostileMeta):
-    pass
-
-
-class Wrapped(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError("the census called user code")
-
-
-def test_census_counts_each_storage_once_and_calls_no_user_code():
-    base = torch.zeros(10, 10)
-    with warnings.catch_warnings(action="ignore"):  # a prototype
-        nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
-    objects = [
-        Hostile(), HostileType(), base[0], base, base[:5], torch.nn.Parameter(torch.zeros(4)), torch.zeros(4),
-        torch.eye(3).to_sparse(), nested, torch.zeros(2).as_subclass(Wrapped), "text", None,
-    ]  # fmt: skip
-    counted = census(torch, objects)
-    assert counted["storage_bytes"] == {"cpu": 400 + 16 + 16}
-    first = counted["rows"][0]
-    assert (first["shape"], first["tensors_count"], first["storage_bytes"]) == ((10, 10), 1, 400)
-    assert {row["type"] for row in counted["rows"]} == {"Tensor", "Parameter"}
-    assert counted["subclasses"] == {"Wrapped": 1}
-    assert (counted["without_storage_count"], counted["complete"]) == (2, True)
-    assert sum(row["tensors_count"] for row in counted["rows"]) == counted["tensors_count"] == 6
-
-
-def test_census_is_bounded_in_time_and_triggers_no_collection():
-    ticks = iter(range(10**6))
-    many = [torch.zeros(1) for _ in range(3 * census_module._CLOCK_EVERY)]
-    counted = census(torch, many, limit_ns=1, clock_ns=lambda: next(ticks))
-    assert counted["complete"] is False
-    assert 0 < counted["tensors_count"] < len(many)
-
-    collected: list[str] = []
-
-    def walk():
-        collected.clear()
-        yield from many
-        assert collected == []
-
-    note = lambda phase, info: collected.append(phase)  # noqa: E731
-    threshold = gc.get_threshold()
-    gc.callbacks.append(note)
-    gc.set_threshold(1)
-    try:
-        assert census(torch, walk())["tensors_count"] == len(many)
-        assert gc.isenabled()
-    finally:
-        gc.set_threshold(*threshold)
-        gc.callbacks.remove(note)
 
 
 LARGEST_FIRST = sorted(SNAPSHOT["segments"], key=lambda segment: -segment["total_size"])
