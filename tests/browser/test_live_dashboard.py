@@ -174,10 +174,11 @@ def test_keyboard_focus_on_a_chart_pauses_the_page(live):
     page.get_by_text("Which processes hold the host memory?").click()  # from here on
     for _ in range(20):
         page.keyboard.press("Tab")
-        if page.url.find("live=false") >= 0:
+        if page.evaluate(_FOCUS_ON_CHART):
             break
     page.locator(".stMarkdownBadge", has_text="paused").first.wait_for(timeout=15_000)
-    assert page.evaluate("() => document.activeElement.closest('.js-plotly-plot') !== null")
+    page.wait_for_url("**live=false*")
+    assert page.evaluate(_FOCUS_ON_CHART)
     assert complaints == []
 
 
@@ -185,6 +186,7 @@ def _base(page):
     return "/".join(page.url.split("/")[:3])
 
 
+_FOCUS_ON_CHART = "() => document.activeElement.closest('.js-plotly-plot') !== null"
 _RANGE = "() => document.querySelector('.js-plotly-plot').layout.xaxis.range"
 _RECORDS = (
     "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) records ·/))"
