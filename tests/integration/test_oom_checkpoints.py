@@ -55,7 +55,7 @@ def events_of(run, kind):
 
 
 def test_signal_comes_before_the_kill_and_the_command_runs_again(run_near_limit):
-    done, saved, runs = run_near_limit("steady-signal", 5000, "--before-oom", "USR1", "--restart-on-oom", "1")
+    done, saved, runs = run_near_limit("quick-signal", 5000, "--before-oom", "USR1", "--restart-on-oom", "1")
     assert done.returncode == 137, done.stderr
     assert "killed for lack of memory; restart 1 of 1" in done.stderr
     assert [run.manifest["tags"]["attempt"] for run in runs] == ["0", "1"]
@@ -67,7 +67,7 @@ def test_signal_comes_before_the_kill_and_the_command_runs_again(run_near_limit)
 
 
 def test_function_of_the_training_is_called_at_the_end_of_a_step(run_near_limit):
-    done, saved, [run] = run_near_limit("steady-function", 5000)
+    done, saved, [run] = run_near_limit("quick-function", 5000)
     assert done.returncode == 137, done.stderr
     assert len(saved) == 1
     [call] = events_of(run, "risk-call")
