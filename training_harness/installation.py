@@ -25,7 +25,7 @@ from training_harness.hooks.on_request import risk
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import farewell
 from training_harness.hooks.stages import stage_calls
-from training_harness.hooks.training import checkpoints, cuda_oom, forward_passes, steps
+from training_harness.hooks.training import checkpoints, compilations, cuda_oom, forward_passes, steps
 from training_harness.hooks.training.step_phases import Progress
 
 #: Most exceptions of threads, and most messages to `sys.exit`, that a process records: a script may start a thread
@@ -151,6 +151,7 @@ HOOKS |= {
 HOOKS["trial:torchdata"] = (partial(trial.install, _STATEFUL, "StatefulDataLoader"), {_STATEFUL})
 HOOKS["epochs:torchdata"] = (_install_stateful_epochs, {_STATEFUL})
 HOOKS["compiler"] = (compiler.install, {forward_passes.EVAL_FRAME})
+HOOKS["compilation"] = (compilations.install, {forward_passes.EVAL_FRAME})
 HOOKS["step:fastai"] = (_install_fastai, {steps.FASTAI})
 HOOKS["forward:compiled"] = (_install_compiled_passes, {forward_passes.EVAL_FRAME})
 #: Modules whose import makes a hook possible.

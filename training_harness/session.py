@@ -146,7 +146,7 @@ def record_exit_message(message: object, caller: FrameType) -> None:
     """Write the message, or the exit status other than 0, with which the main thread asks to exit as an event."""
     session = start()
     if session is not None and threading.current_thread() is threading.main_thread():
-        site = _site(caller.f_code, caller.f_lineno)
+        site = line_of(caller.f_code, caller.f_lineno)
         # A message is printed, and a number is the exit status.
         status = message & 0xFF if isinstance(message, int) else None
         text = str(message) if status is None else f"exit status {status}"
@@ -175,11 +175,12 @@ def site_of(trace: TracebackType | None) -> str | None:
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
     user_frames = [(code, line) for code, line in frames if is_user_code(code.co_filename)]
     for code, line in (user_frames or frames)[-1:]:
-        return _site(code, line)
+        return line_of(code, line)
     return None
 
 
-def _site(code: CodeType, line: int) -> str:
+def line_of(code: CodeType, line: int) -> str:
+    """Return `file:line, in function`."""
     return f"{code.co_filename}:{line}, in {code.co_name}"
 
 

@@ -74,6 +74,7 @@ _MEASUREMENTS = {
     "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
     "thread": ("threads", "exceptions that end a thread of the training"),
     "compiler": ("torch.compile", "it leaves the hooks alone"),
+    "compilation": ("compilations", "what torch.compile compiles again, and why"),
     "stage:torch": ("copies", "copies to devices, conversions to tensors"),
     "stage:torch.nn.parallel.data_parallel": ("DataParallel", "its scatter, replicate and gather"),
 }

@@ -49,6 +49,8 @@ LABELS = {
     "pause_distance_count": "steps from pause to pause",
     "regular_ratio": "pauses at regular distance",
     "saving_count": "pauses in torch.save",
+    "compilation_count": "compilations of code that was compiled before",
+    "failed_condition": "condition of the code before that failed last",
     "training_run_queue_ratio": "training process waiting for a core",
     "other_threads_cores_count": "cores used by other threads of the process",
     "cores_used_count": "cores in use by the run",

@@ -49,6 +49,7 @@ from collector.diagnosis.run.columns import (
     worker_samples,
     written,
 )
+from collector.diagnosis.run.compilations import recompilations_of
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
@@ -150,6 +151,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
     leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, floats(rows, "thread_count"))
+    leak = _with_recompilations(leak, growing, key)
     return leak if stairs is None else replace(leak, severity="info")
 
 
@@ -188,6 +190,15 @@ def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:
     started = fact("thread_rise_count", round(trend.rise), "same window", n=trend.n)
     advice = replace(resources.END_THREADS, text=resources.END_THREADS.text.format(count=round(trend.rise)))
     return replace(leak, evidence=(*leak.evidence, started), advice=(advice, *leak.advice))
+
+
+def _with_recompilations(leak: Finding, growing: GrowingUse, key: ProcessKey) -> Finding:
+    """Return a leak with the compilations of functions compiled before, whose code stays, in its time."""
+    again = recompilations_of(growing.use.tables, key, *growing.span_ns)
+    if again is None:
+        return leak
+    compiled = fact("compilation_count", again.count, growing.window)
+    return replace(leak, evidence=(*leak.evidence, compiled), advice=(resources.COMPILE_ONCE, *leak.advice))
 
 
 def _main_witnesses(

@@ -102,6 +102,12 @@ END_THREADS = Advice(
     "concurrent.futures.ThreadPoolExecutor",
     expected="what their functions hold, their stacks and their parts of the heap are freed",
 )
+#: Advice on a leak of a process that compiles again while it grows.
+COMPILE_ONCE = Advice(
+    text="Look first for what makes torch.compile compile a function again (TORCH_LOGS=recompiles prints each "
+    "reason): the code of each compilation stays",
+    expected="no compilation adds code any more",
+)
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
     grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.{most}",

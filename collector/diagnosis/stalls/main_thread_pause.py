@@ -1,4 +1,4 @@
-"""Pauses of the training thread: saved checkpoints, and other steps at a regular distance that take far longer."""
+"""Pauses of the training thread: saved checkpoints, code that is compiled again, regular long steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pandas as pd
 
 from collector.diagnosis.loading.core_waits import queued_ratio
 from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, written
+from collector.diagnosis.run.compilations import recompilations_of
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.statistics.growth import Floats, spread
-from collector.findings import Advice, Finding, Locus, measurements
+from collector.findings import Advice, Finding, Locus, fact, measurements
 from collector.store import ProcessKey
-from collector.units import count, duration, percent
+from collector.units import count, counted, duration, percent
 
 _PHASES = ("h2d", "forward", "backward", "optimizer", "other")
 _FIRST_STEPS = 10  # left out for lazy initialisation, compilation and autotuning
@@ -29,6 +30,16 @@ _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
 _ODD_PHASE = 2.0  # times a phase's share of the usual step: waits for a core fall on all phases alike
 _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
 _LESS_SAVING = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
+_OVER_RATIO = 0.5  # share of the steps by which the last compilation was, if they are over
+_GAVE_UP = "Then torch's limit was met, and the function runs uncompiled. "
+_VARYING_SIZES = (
+    "Compile for sizes that vary: torch.compile(…, dynamic=True) or torch._dynamo.mark_dynamic(tensor, dimension); "
+    "or pad batches to a few sizes. The code before holds only where {}"
+)
+_VARYING_VALUE = (
+    "Keep the value that changes out of the compiled function, or pass it as a tensor. The code before holds only "
+    "where {}"
+)
 _LESS_EVERY = (
     "Look at what the loop does every {distance} steps: garbage collection (gc.freeze() after set-up, and fewer "
     "live objects), logging, saving a checkpoint, .item() or .cpu() on the device; do it less often, or in another "
@@ -43,12 +54,13 @@ def find_pauses(tables: RunTables) -> list[Finding]:
 
 
 def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
+    recompilations = _recompilations(tables, main)
     steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
     work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
     steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
-        return []
-    return _saves(tables, steps, work, main) or _regular_pauses(tables, steps, work, main)
+        return recompilations
+    return [*_saves(tables, steps, work, main), *recompilations] or _regular_pauses(tables, steps, work, main)
 
 
 def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
@@ -73,6 +85,41 @@ def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKe
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=loss.evidence(pause_seconds=seconds / len(at), saving_count=len(at)),
             advice=(Advice(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),),
+        )
+    ]
+
+
+def _recompilations(tables: RunTables, main: ProcessKey) -> list[Finding]:
+    """Find the time in which torch.compile compiles functions again, from the end of the first step on."""
+    steps = written(tables, "step", main)
+    times = floats(steps, "time_ns")
+    again = recompilations_of(tables, main, times[0], times[-1]) if len(times) else None
+    if again is None:
+        return []
+    loss = Loss.of(tables, again.seconds, again.count, (times[0], times[-1]))
+    if again.count < _MIN_PAUSES or (loss.ratio < _LEAST_LOST and not again.gave_up):
+        return []
+    at = np.searchsorted(times, [again.first_ns, again.last_ns])
+    first, last = steps["step"].iloc[at]
+    is_over = at[1] < _OVER_RATIO * len(times)
+    advice = _VARYING_SIZES if "size mismatch" in again.condition else _VARYING_VALUE
+    return [
+        Finding(
+            kind="main-thread-pause",
+            severity="info" if is_over else loss.severity,
+            confidence=loss.confidence(_MIN_PAUSES),
+            summary=f"torch.compile compiles a function again and again: {counted(again.count, 'time')}, "
+            f"{duration(again.seconds / again.count)} each, last in step {count(last)} ({again.function}). "
+            f"{_GAVE_UP if again.gave_up else ''}{loss.words}",
+            locus=_locus(steps, main, "forward"),
+            since_step=whole(first),
+            evidence=(
+                *loss.evidence(pause_seconds=again.seconds / again.count, compilation_count=again.count),
+                fact("failed_condition", again.condition, loss.window),
+            ),
+            advice=(
+                Advice(text=advice.format(again.condition), expected=f"up to {percent(loss.ratio)} less time"),
+            ),
         )
     ]
 

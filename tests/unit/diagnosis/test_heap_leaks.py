@@ -420,3 +420,16 @@ def test_every_finding_has_two_measurements():
         assert finding.kind == "cannot-tell" or len({e.name for e in finding.evidence}) >= 2
         assert all(e.n >= 0 and e.window and e.unit for e in finding.evidence)
         assert finding.severity == "info" or finding.advice
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_leak_while_code_is_compiled_again_begins_with_that(again):
+    script, held = training(), (300 + 200 * RAMP) * MIB
+    for number, second in enumerate(SECONDS[::20]):
+        compiled = {"function": "train.py:8, in f", "reason": "k == 3" if again else None, "gave_up": False}
+        script.event(second, "compilation", **compiled, again_count=number * again, again_ns=number * again * 10**8)
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held)
+    sample_host(script, SECONDS, demand=held, total=10**14)
+    [leak] = findings_of(script)
+    assert ("torch.compile" in leak.advice[0].text) == again
+    assert (leak.value_of("compilation_count") is not None) == again
