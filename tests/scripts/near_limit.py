@@ -111,7 +111,7 @@ def step_memory(step):
         path.write_bytes(os.urandom(4 * MIB) * 25)
         path.read_bytes()
     elif way == "buffer":
-        kept.append(block(0.5 * MIB))
+        kept.append(block(0.25 * MIB))
         del kept[:-400]
 
 
