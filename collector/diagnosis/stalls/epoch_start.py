@@ -53,7 +53,8 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         ready: time until the worker of the first batch was ready, by its own clock; NaN if it stayed.
         sampler: time in which the loop made the first indices while every worker waited for one, beyond what
             sending them may cost.
-        refill: starving at the first batches, without `startup` and the usual starving.
+        warming: the same, for what the first samples of new workers alone cost: files that each worker opens, say.
+        refill: starving at the first batches, without `startup`, `warming` and the usual starving.
         first_fetch: time of the worker for the first batch.
         batches: number of batches yielded.
         seconds: time from the first batch to the last.
@@ -71,6 +72,8 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
     idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
     sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
     starts, usual_ns = _starts(loop), _usual_ns(loop, steady)
+    # The iterator of an iterable dataset begins anew in each epoch, in old workers too.
+    usual_fetch_ns, may_warm = median(fetch_ns(loop.fetches)), not loop.setting.get("iterable")
     ended_ns, endings_ns = _endings(loop)
     rows, before_ns = [], math.inf
     epochs = batches["epoch"].iloc[ramps]
@@ -86,19 +89,21 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         startup_ns += float(endings_ns[between].sum())
         before_ns = ends[epoch]
         refill_ns = max(0.0, float(np.nansum(starved[ramp])) - waited_ns - len(ramp) * usual_ns)
+        is_warming = may_warm and ready_ns > 0 and first_fetch_ns - usual_fetch_ns >= _MAIN_CAUSE * refill_ns
         rows.append(
             {
                 "first_ns": float(first_ns),
                 "startup": startup_ns / SECOND_NS,
                 "ready": ready_ns / SECOND_NS,
                 "sampler": max(0.0, np.nan_to_num(drawing_ns) - sending_ns) / SECOND_NS,
-                "refill": refill_ns / SECOND_NS,
+                "warming": refill_ns / SECOND_NS if is_warming else 0.0,
+                "refill": 0.0 if is_warming else refill_ns / SECOND_NS,
                 "first_fetch": float(first_fetch_ns) / SECOND_NS,
                 "batches": counts[epoch],
                 "seconds": float(ends[epoch] - first_ns) / SECOND_NS,
             }
         )
-    columns = ["first_ns", "startup", "ready", "sampler", "refill", "first_fetch", "batches", "seconds"]
+    columns = ["first_ns", "startup", "warming", "ready", "sampler", "refill", "first_fetch", "batches", "seconds"]
     return pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
 
 
@@ -163,7 +168,12 @@ def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[flo
 
 def worker_startup(starts: EpochStarts) -> Finding:
     """Return a finding for workers that start again in each epoch."""
-    startup, batches = duration(starts.mean("startup")), starts.usual_batches
+    startup, batches = duration(starts.mean("startup") + starts.mean("warming")), starts.usual_batches
+    measured = {"worker_ready_seconds": starts.mean("ready"), "startup_wait_seconds": starts.mean("startup")}
+    first = ""
+    if warming := starts.mean("warming"):
+        first = f", {duration(warming)} of it for what the first sample of a new worker takes longer"
+        measured["first_fetch_seconds"] = starts.mean("first_fetch")
     again = "Set persistent_workers=True"
     if is_made_again(starts.loop):
         again += MAKE_ONCE
@@ -178,10 +188,8 @@ def worker_startup(starts: EpochStarts) -> Finding:
         summary=f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch costs "
         f"{percent(starts.loss.ratio)} of the run: {startup} for each of "
         f"{counted(len(starts.passes), 'epoch')} after the first "
-        f"({starts.batches_words} each), {duration(starts.loss.seconds)} in all.",
-        evidence=starts.loss.evidence(
-            worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
-        ),
+        f"({starts.batches_words} each){first}, {duration(starts.loss.seconds)} in all.",
+        evidence=starts.loss.evidence(**measured),
         advice=(advice,),
         **starts.facts("worker"),
     )

@@ -193,14 +193,14 @@ def _epoch_costs(loop: Loop, steady: Pace | None) -> list[Finding]:
     later, epochs_count = epochs.iloc[1:], len(np.unique(floats(loop.batches, "epoch"))) - 1
     costs: list[tuple[float, Finding]] = []
     causes = (
-        (worker_startup, "startup", _MIN_STARTS, later[later["ready"].notna()]),
-        (sampler_at_epochs, "sampler", _MIN_STARTS, later),
-        (epoch_refill, "refill", MIN_PASSES, later),
+        (worker_startup, ["startup", "warming"], _MIN_STARTS, later[later["ready"].notna()]),
+        (sampler_at_epochs, ["sampler"], _MIN_STARTS, later),
+        (epoch_refill, ["refill"], MIN_PASSES, later),
     )
-    for finding_of, column, least, rows in (
-        causes if loop.num_workers else ((first_batch_of_epochs, "refill", _MIN_STARTS, later),)
+    for finding_of, columns, least, rows in (
+        causes if loop.num_workers else ((first_batch_of_epochs, ["refill"], _MIN_STARTS, later),)
     ):
-        seconds = floats(rows, column)
+        seconds = rows[columns].to_numpy(dtype=np.float64).sum(axis=1)
         if len(rows) >= least and _is_certain(seconds):
             starts = EpochStarts.of(loop, rows, float(seconds.sum()) * epochs_count / len(later))
             if starts.loss.ratio >= LEAST_LOST_RATIO:

@@ -176,6 +176,25 @@ def test_pinning_is_found_if_nothing_else_is_copied(collate, kind):
         assert "pin_memory=False" in found[kind].advice[0].text
 
 
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ({"persistent": False}, "worker-startup"),
+        ({"persistent": True}, "epoch-refill"),
+        ({"persistent": False, "iterable": True}, "epoch-refill"),
+    ],
+)
+def test_first_samples_are_a_cost_of_new_workers_if_only_those_pay_it(setting, kind):
+    def service(generator, _, index):
+        return jittered(0.02)(generator) + (0.8 if index < 2 else 0.0)
+
+    run = STEADY | {"workers": 2, "service": service, "batches": 20, "epochs": 12, "startup": 0.05}
+    kinds, found = loading_findings(simulate(**run | setting))
+    assert kinds == [(kind, "warning")]
+    assert found[kind].value_of("first_fetch_seconds") == pytest.approx(0.82, abs=0.01)
+    assert ("persistent_workers=True" in found[kind].advice[0].text) == (kind == "worker-startup")
+
+
 @pytest.mark.parametrize("epochs", [3, 8])
 def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
