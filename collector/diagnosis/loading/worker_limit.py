@@ -78,6 +78,7 @@ class WorkerLimit:
         waits_for: a key of `WAITS`, where fetches are mostly blocked and the cause is known.
         cpu_ratio, children_ratio, blocked_ratio: shares of a fetch's wall time, NaN if unknown. The share of
             children includes their waits for full cores.
+        has_threads: whether other threads of the process that fetches compute in a fetch.
     """
 
     by: str | None
@@ -88,6 +89,7 @@ class WorkerLimit:
     cpu_ratio: float = float("nan")
     children_ratio: float = float("nan")
     blocked_ratio: float = float("nan")
+    has_threads: bool = False
 
     @property
     def fault(self) -> Fault | None:
@@ -139,6 +141,7 @@ def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
         cpu_ratio=float(np.nan_to_num(threads)) + helpers_ratio,
         children_ratio=children,
         blocked_ratio=waiting,
+        has_threads=helpers_ratio > 0,
         evidence=tuple(
             fact(name, round(value, 3), "steady fetches", n=len(rows))
             for name, value in shares

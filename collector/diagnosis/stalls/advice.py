@@ -21,6 +21,16 @@ _SHARING_OUT = ", if the dataset shares its samples out by get_worker_info(): el
 MAKE_ONCE = ", and make the DataLoader once, not in each epoch"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
+_CHEAPER_COLLATE = (
+    "Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of like length, call "
+    "torch.stack once instead of loops over samples"
+)
+_SMALLER_SAMPLES = (
+    "Make the samples smaller, since default_collate copies each byte of them into the batch: smaller dtypes "
+    "(uint8 images), cropped samples, scaled on the device"
+)
+_ONE_THREAD = "cv2.setNumThreads(0), OMP_NUM_THREADS=1"
+_COLLATE_RATIO = 0.5  # share of a fetch from which collate_fn is what computes
 _LESS_COMPUTING = Advice(
     text="Do less work per sample: decode at the training size, cache or precompute what does not change, batch "
     "the transforms",
@@ -50,7 +60,7 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
     loop, less, cores = case.loop, _less_per_fetch(limit), cores_per_rank(case.loop.tables, case.loop.main[0])
     condition = _SHARING_OUT if case.loop.setting.get("iterable") and loop.num_workers <= 1 else ""
     if limit.by in ("oversubscribed", "affinity"):
-        return _advise_cores(limit, loop.num_workers, cores, case.steady.capacity_ratio)
+        return _advise_cores(case, limit, cores)
     if not loop.num_workers:
         also = ", persistent_workers=True" if loop.batches["epoch"].nunique() > 1 else ""
         also += MAKE_ONCE if is_made_again(loop) else ""
@@ -116,7 +126,7 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     )
 
 
-def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float, capacity_ratio: float) -> tuple[Advice, ...]:
+def _advise_cores(case: LoadingCase, limit: WorkerLimit, cores: float) -> tuple[Advice, ...]:
     """Return advice for fetches that wait for a core; more workers would only wait with them."""
     if limit.by == "affinity":
         return (
@@ -133,28 +143,43 @@ def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float, capacity_r
         )
         computing = limit.cpu_ratio + limit.children_ratio
         slow = f"a fetch computes {percent(computing)} of its time: too long for the loop even on a core of its own"
-        less = (replace(_LESS_COMPUTING, expected=slow),) if computing * capacity_ratio > 1 else ()
-        fills = num_workers * (1 - limit.blocked_ratio) > cores  # the workers would, without other programs
-        return (free, *less, *(advise_crowded(num_workers, cores)[1:] if fills else ()))
-    return advise_crowded(num_workers, cores)
+        less = (replace(_LESS_COMPUTING, expected=slow),) if computing * case.steady.capacity_ratio > 1 else ()
+        fills = (
+            case.loop.num_workers * (1 - limit.blocked_ratio) > cores
+        )  # the workers would, without other programs
+        return (free, *less, *(_fewer_threads(case.loop.num_workers, limit, cores) if fills else ()))
+    return advise_crowded(case, limit, cores)
 
 
-def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
-    """Return advice where the run's own threads fill the cores: less work, or no more threads than cores."""
+def advise_crowded(case: LoadingCase, limit: WorkerLimit, cores: float) -> tuple[Advice, ...]:
+    """Return advice where the run's own threads fill the cores: less work, and no more threads than cores."""
+    num_workers, collate_ratio = case.loop.num_workers, case.steady.collate_mean / case.steady.fetch_mean
+    saved = "the cores are full, so throughput rises by the CPU time that is saved"
+    less = replace(_LESS_COMPUTING, expected=saved)
+    if collate_ratio >= _COLLATE_RATIO:
+        saved = f"collate_fn takes {percent(collate_ratio)} of a fetch; {saved}"
+        less = replace(less, text=cheaper_collate(case), expected=saved)
+    return less, *_fewer_threads(num_workers, limit, cores)
+
+
+def _fewer_threads(num_workers: int, limit: WorkerLimit, cores: float) -> tuple[Advice, ...]:
+    """Return the advice to use no more workers, and threads in them, than cores."""
     fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, num_workers // 2)
-    threads = "cv2.setNumThreads(0), OMP_NUM_THREADS=1"
-    return (
-        replace(_LESS_COMPUTING, expected="the cores are full, so throughput rises by the CPU time that is saved"),
-        Advice(
-            text=f"Use no more workers and threads than cores: num_workers={min(fewer, num_workers)}, and one "
-            f"thread per worker ({threads})"
-            if num_workers
-            else f"Use no more threads than cores: one in libraries that the dataset calls ({threads})",
-            expected="about the same throughput with less memory: more threads only wait for the cores"
-            if num_workers
-            else "a fetch no longer waits for the cores that its own threads fill",
-        ),
-    )
+    if num_workers > fewer:
+        text = "Use no more workers and threads than cores: "
+        text += f"num_workers={fewer}, and one thread per worker ({_ONE_THREAD})"
+        expected = "about the same throughput with less memory: more threads only wait for the cores"
+        return (Advice(text=text, expected=expected),)
+    if not limit.has_threads:
+        return ()
+    where = "per worker" if num_workers else "in libraries that the dataset calls"
+    expected = "a fetch no longer waits for the cores that its own threads fill"
+    return (Advice(text=f"Use one thread {where} ({_ONE_THREAD})", expected=expected),)
+
+
+def cheaper_collate(case: LoadingCase) -> str:
+    """Return how the batches of a loop are put together at less cost."""
+    return _SMALLER_SAMPLES if case.is_collated_in_place else _CHEAPER_COLLATE
 
 
 def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str = "") -> tuple[Advice, ...]:

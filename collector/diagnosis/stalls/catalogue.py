@@ -14,7 +14,7 @@ from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace
 from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.training import step_at
-from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
+from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, cheaper_collate, fault_of_fetches
 from collector.diagnosis.stalls.case import LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
@@ -218,16 +218,6 @@ def _in_common(outlook: Forecast | str) -> tuple[str, tuple[Evidence, ...]]:
     return words, measurements(len(sharing.service), "recent fetches", **tests)
 
 
-_CHEAPER_COLLATE = (
-    "Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of like length, call "
-    "torch.stack once instead of loops over samples"
-)
-_SMALLER_SAMPLES = (
-    "Make the samples smaller, since default_collate copies each byte of them into the batch: smaller dtypes "
-    "(uint8 images), cropped samples, scaled on the device"
-)
-
-
 def collate_bound(case: LoadingCase) -> Finding:
     """Return a finding for workers that are too slow because of `collate_fn`."""
     finding, limit, steady = workers_too_slow(case), worker_limit(case.loop), case.steady
@@ -251,7 +241,7 @@ def collate_bound(case: LoadingCase) -> Finding:
         ),
         advice=(
             Advice(
-                text=_SMALLER_SAMPLES if case.is_collated_in_place else _CHEAPER_COLLATE,
+                text=cheaper_collate(case),
                 expected=f"up to {_batches_per_second(interval)} without collate_fn, instead of {now}",
                 effect="changes results",
             ),

@@ -46,7 +46,7 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     who = "The training process" if rank is None else f"Rank {rank}"
     if by_workers:
         how = f"The workers take the cores: the run's processes use {in_use}."
-        advice = advise_crowded(loop.num_workers, cores)
+        advice = advise_crowded(case, limit, cores)
     else:
         facts["severity"] = "info"  # Nothing in the training is wrong, and it may last only for a while.
         rest = "other processes use the rest" if others else "its own processes use them"

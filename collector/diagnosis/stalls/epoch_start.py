@@ -72,7 +72,7 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
     idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
     sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
     starts, usual_ns = _starts(loop), _usual_ns(loop, steady)
-    # The iterator of an iterable dataset begins anew in each epoch, in old workers too.
+    # The iterator of an iterable dataset begins again in each epoch, in old workers too.
     usual_fetch_ns, may_warm = median(fetch_ns(loop.fetches)), not loop.setting.get("iterable")
     ended_ns, endings_ns = _endings(loop)
     rows, before_ns = [], math.inf

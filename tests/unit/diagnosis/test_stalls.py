@@ -85,7 +85,7 @@ def crowded(*, waits=0.3, cores_used=3.9, busy=4.0, split=(0.0, 0.0, 1.0), **mor
     It uses `cores_used` of 4 cores, of which all programs together keep `busy` ones busy.
     """
     pace = {"service": jittered(0.02), "consumer": jittered(0.02)}
-    script = simulate(workers=4, prefetch=2, batches=300, split=split, cores=4.0, **pace, **more)
+    script = simulate(**{"workers": 4, "prefetch": 2, "batches": 300, "split": split, "cores": 4.0} | pace | more)
     seconds = 1000 + np.arange(12.0)
     used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
@@ -173,7 +173,11 @@ def test_workers_are_blamed_if_they_and_the_loop_wait_for_cores():
     found = crowded(split=queueing)
     assert (found.kind, found.limited_by, found.severity) == ("workers-too-slow", "oversubscribed", "warning")
     assert "3.9 of 4 usable cores" in found.summary
-    assert "no more workers and threads than cores" in found.advice[1].text
+    assert [advice.text.split(":")[0] for advice in found.advice] == ["Do less work per sample"], "4 for 4 cores"
+    assert "num_workers=4, and one thread" in crowded(split=queueing, workers=8).advice[1].text
+    collated = crowded(split=queueing, collate_share=0.9).advice[0]
+    assert collated.text.startswith("Make collate_fn cheaper")
+    assert "collate_fn takes 90% of a fetch" in collated.expected
     for waits in (0.3, 0.99):  # however long both wait, workers that do not use the cores do not take them
         others = crowded(split=queueing, cores_used=0.4, waits=waits)
         assert (others.kind, others.severity) == ("compute-bound", "info")
