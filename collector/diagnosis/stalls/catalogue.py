@@ -74,10 +74,11 @@ def slow_transfer(case: LoadingCase) -> Finding:
         advice = (_NO_OBJECTS, *advice)
     if cores >= _BUSY_THREADS:
         missing += (
-            f". Meanwhile other threads of the training process use {percent(cores)} of a core, and the loop can't "
-            "go on while one of them holds the interpreter (GIL)"
+            f". Meanwhile other threads of the training process, those that send indices to workers among them, "
+            f"use {percent(cores)} of a core, and the loop can't go on while one of them holds the interpreter (GIL)"
         )
-        measured["other_threads_cores_count"], advice = cores, (_MOVE_THREADS,)
+        measured["other_threads_cores_count"] = cores
+        advice = (_MOVE_THREADS,) if steady.fetch_mean >= HAND_OVER_SECONDS else advice
     finding, loss = no_cause(case, missing), case.loss(steady.transfer - steady.fetch_mean)
     evidence = (*finding.evidence, *case.measured(**measured))
     if cores >= _BUSY_THREADS or steady.fetch_mean >= HAND_OVER_SECONDS or loss.ratio < LEAST_LOST_RATIO:
