@@ -75,7 +75,7 @@ def slow_transfer(case: LoadingCase) -> Finding:
     if cores >= _BUSY_THREADS:
         missing += (
             f". Meanwhile other threads of the training process, those that send indices to workers among them, "
-            f"use {percent(cores)} of a core, and the loop can't go on while one of them holds the interpreter (GIL)"
+            f"use {percent(cores)} of a core, and the loop can't go on while one of them holds the interpreter"
         )
         measured["other_threads_cores_count"] = cores
         advice = (_MOVE_THREADS,) if steady.fetch_mean >= HAND_OVER_SECONDS else advice

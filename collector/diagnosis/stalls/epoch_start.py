@@ -72,8 +72,6 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
     idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
     sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
     starts, usual_ns = _starts(loop), _usual_ns(loop, steady)
-    # The iterator of an iterable dataset begins again in each epoch, in old workers too.
-    usual_fetch_ns, may_warm = median(fetch_ns(loop.fetches)), not loop.setting.get("iterable")
     ended_ns, endings_ns = _endings(loop)
     rows, before_ns = [], math.inf
     epochs = batches["epoch"].iloc[ramps]
@@ -89,22 +87,35 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         startup_ns += float(endings_ns[between].sum())
         before_ns = ends[epoch]
         refill_ns = max(0.0, float(np.nansum(starved[ramp])) - waited_ns - len(ramp) * usual_ns)
-        is_warming = may_warm and ready_ns > 0 and first_fetch_ns - usual_fetch_ns >= _MAIN_CAUSE * refill_ns
         rows.append(
             {
                 "first_ns": float(first_ns),
                 "startup": startup_ns / SECOND_NS,
                 "ready": ready_ns / SECOND_NS,
                 "sampler": max(0.0, np.nan_to_num(drawing_ns) - sending_ns) / SECOND_NS,
-                "warming": refill_ns / SECOND_NS if is_warming else 0.0,
-                "refill": 0.0 if is_warming else refill_ns / SECOND_NS,
+                "refill": refill_ns / SECOND_NS,
                 "first_fetch": float(first_fetch_ns) / SECOND_NS,
                 "batches": counts[epoch],
                 "seconds": float(ends[epoch] - first_ns) / SECOND_NS,
             }
         )
-    columns = ["first_ns", "startup", "warming", "ready", "sampler", "refill", "first_fetch", "batches", "seconds"]
-    return pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
+    columns = ["first_ns", "startup", "ready", "sampler", "refill", "first_fetch", "batches", "seconds"]
+    found = pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
+    is_warming = found["ready"].notna() & _new_workers_warm_up(loop, found)
+    return found.assign(
+        warming=found["refill"].where(is_warming, 0.0), refill=found["refill"].mask(is_warming, 0.0)
+    )
+
+
+def _new_workers_warm_up(loop: Loop, found: pd.DataFrame) -> bool:
+    """Return whether refills of epochs with new workers are mostly what the first fetch takes beyond a later one.
+
+    The iterator of an iterable dataset begins again in each epoch, in old workers too.
+    """
+    later = loop.fetches[floats(loop.fetches, "index") >= loop.ramp]
+    new = found[found["ready"].notna()]
+    longer = mean(floats(new, "first_fetch")) - median(fetch_ns(later)) / SECOND_NS
+    return not loop.setting.get("iterable") and longer >= _MAIN_CAUSE * mean(floats(new, "refill"))
 
 
 def _starts(loop: Loop) -> dict[int, list[_Start]]:
