@@ -173,14 +173,17 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
     private, uss, times, resident = private[is_read], uss[is_read], times[is_read], resident[is_read]
     unmatched = private - private[0] - np.maximum(0.0, resident - resident[0])
     missing = min(inherited, at_fork) - (resident - uss)
-    estimates = [one - np.maximum(released, _unfaulted_bytes(one, times, fetches)) for one in (unmatched, missing)]
-    total = float(np.nanmax([np.zeros(len(times)), *estimates]))
+    since_reading, since_fork = (
+        float(np.nanmax(one - np.maximum(released, _unfaulted_bytes(one, times, fetches)), initial=0.0))
+        for one in (unmatched, missing)
+    )
+    total = max(since_reading, since_fork)
     warm_ns = floats(fetches, "time_ns")[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
     late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0
     return _Copies(
         total_bytes=total,
-        resident_bytes=float(resident[-1] - at_fork),
+        resident_bytes=float(resident[-1] - (at_fork if since_fork > since_reading else resident[0])),
         inherited_bytes=min(inherited, at_fork) if math.isfinite(inherited) else at_fork,
         late_bytes=max(late, min(total, _late_faults(fetches) * _PAGE_BYTES - heap_growth)),
         burst_bytes=_burst_bytes(unmatched, times, fetches),
@@ -196,7 +199,8 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
     A copy takes a fault. Where the parent writes or releases pages that only one worker shares with it, as its
     garbage collection does, the worker has the old ones alone. The faults that a batch takes anyway, those that no
     rise explains, are no copies. Faults are counted up to the end of a later fetch. After its last one a worker
-    copies nothing: pages that become private then were shared with a worker that ended, or with the parent.
+    copies nothing: pages that become private then were shared with a worker that ended, or with the parent. What
+    became private before the first reading is not known if that is the reference, 0.
     """
     counts = floats(fetches, "minor_fault_count")
     ends, counts = floats(fetches, "time_ns")[np.isfinite(counts)], finite(counts)
@@ -207,7 +211,9 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
     faults = np.cumsum(np.insert(counts, 0, 0.0))
     rises = np.maximum(0.0, np.nan_to_num(np.diff(private, prepend=0.0)))
     taken, batches = faults[last] - faults[first], last - first
-    without_copy = finite(np.maximum(0.0, taken - rises / _PAGE_BYTES)[batches > 0] / batches[batches > 0])
+    is_known = batches > 0
+    is_known[0] &= rises[0] > 0
+    without_copy = finite(np.maximum(0.0, taken - rises / _PAGE_BYTES)[is_known] / batches[is_known])
     anyway = float(np.median(without_copy)) if len(without_copy) else 0.0
     copies = taken - batches * anyway + _NOISE_SPREADS * spread(counts) * np.sqrt(batches)
     without: Floats = np.cumsum(np.maximum(0.0, rises - _PAGE_BYTES * np.maximum(0.0, copies)))

@@ -33,6 +33,15 @@ def test_sparse_samples_are_enough():
     assert kinds(memory(training(), workers_private=sparse)) == ["copy-on-read-growth"]
 
 
+def test_two_readings_are_enough_after_a_start_that_grew():
+    """What happened before the first reading, copies and the start of the worker, is in neither."""
+    copied, number = np.linspace(0, 80, 60), np.arange(60)
+    sparse = np.where((number == 25) | (number == 46), copied, np.nan)
+    script = memory(training(), workers=14.0 * (number > 0), workers_private=sparse)
+    take_faults(script, copied)
+    assert kinds(script) == ["copy-on-read-growth"]
+
+
 def test_a_tensor_backed_dataset_is_silent():
     assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
 
