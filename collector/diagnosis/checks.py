@@ -24,6 +24,7 @@ _OF_PROCESS: dict[tuple[str, str | None], str] = {
     ("host-oom-kill", "main"): "training process's memory",
     ("host-oom-kill", "worker"): "workers' memory",
 }
+_LEAST_READINGS = 2
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
 
@@ -90,6 +91,14 @@ def _workers(tables: RunTables) -> str:
     return _too_few_samples(rows, "samples of a worker")
 
 
+def _part_of_workers(tables: RunTables) -> str:
+    """Copies of inherited pages show in private memory alone, as its rise between two readings."""
+    workers = worker_samples(tables)
+    read = by_process(workers[np.isfinite(floats(workers, "private_dirty_bytes"))])
+    often = max((len(of_one) for _, of_one in read), default=0) >= _LEAST_READINGS
+    return "" if often else "by resident size alone: private memory was read too seldom"
+
+
 def _devices(tables: RunTables) -> str:
     records, samples = tables.stream("device_memory"), tables.stream("device")
     if records.empty and samples.empty:
@@ -130,4 +139,7 @@ _CHECKS: dict[str, Callable[[RunTables], str]] = {
     "records": lambda _: "",
 }
 #: Name of a check -> the part of its subject that it saw, if not all of it.
-_PARTS: dict[str, Callable[[RunTables], str]] = {"GPU memory": _part_of_devices}
+_PARTS: dict[str, Callable[[RunTables], str]] = {
+    "workers' memory": _part_of_workers,
+    "GPU memory": _part_of_devices,
+}

@@ -17,6 +17,8 @@ from simulated_runs import (
     ns,
 )
 
+from collector.diagnosis.verdict import diagnose
+
 
 def test_copy_on_read_is_found_with_its_limit():
     script = memory(training(), workers_private=250 * SATURATING, host=500 * SATURATING)
@@ -40,6 +42,14 @@ def test_two_readings_are_enough_after_a_start_that_grew():
     script = memory(training(), workers=14.0 * (number > 0), workers_private=sparse)
     take_faults(script, copied)
     assert kinds(script) == ["copy-on-read-growth"]
+
+
+@pytest.mark.parametrize(("readings", "seen"), [(1, "by resident size alone"), (2, "")])
+def test_workers_whose_private_memory_was_hardly_read_are_not_called_fine_without_that(readings, seen):
+    held = np.where(np.isin(np.arange(60), [25, 46][:readings]), 0.0, np.nan)
+    checks = diagnose(memory(training(), workers_private=held).tables()).checks
+    [check] = [check for check in checks if check.name == "workers' memory"]
+    assert (check.status, check.reason.partition(":")[0]) == ("fine", seen)
 
 
 def test_a_tensor_backed_dataset_is_silent():
