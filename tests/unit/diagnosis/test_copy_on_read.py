@@ -36,7 +36,7 @@ def test_sparse_samples_are_enough():
 
 
 def test_two_readings_are_enough_after_a_start_that_grew():
-    """What happened before the first reading, copies and the start of the worker, is in neither."""
+    """Neither holds the copies before the first reading, nor the growth of the worker at its start."""
     copied, number = np.linspace(0, 80, 60), np.arange(60)
     sparse = np.where((number == 25) | (number == 46), copied, np.nan)
     script = memory(training(), workers=14.0 * (number > 0), workers_private=sparse)
