@@ -53,8 +53,9 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         ready: time until the worker of the first batch was ready, by its own clock; NaN if it stayed.
         sampler: time in which the loop made the first indices while every worker waited for one, beyond what
             sending them may cost.
-        warming: the same, for what the first samples of new workers alone cost: files that each worker opens, say.
-        refill: starving at the first batches, without `startup`, `warming` and the usual starving.
+        warming: starving at the first batches, without `startup` and the usual starving, if the first fetch of new
+            workers causes most of it: each one opens a file, say.
+        refill: the same for another cause.
         first_fetch: time of the worker for the first batch.
         batches: number of batches yielded.
         seconds: time from the first batch to the last.
@@ -72,8 +73,6 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
     idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
     sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
     starts, usual_ns = _starts(loop), _usual_ns(loop, steady)
-    # The iterator of an iterable dataset begins anew in each epoch, in old workers too.
-    usual_fetch_ns, may_warm = median(fetch_ns(loop.fetches)), not loop.setting.get("iterable")
     ended_ns, endings_ns = _endings(loop)
     rows, before_ns = [], math.inf
     epochs = batches["epoch"].iloc[ramps]
@@ -89,22 +88,28 @@ def passes(loop: Loop, steady: Pace | None) -> pd.DataFrame:
         startup_ns += float(endings_ns[between].sum())
         before_ns = ends[epoch]
         refill_ns = max(0.0, float(np.nansum(starved[ramp])) - waited_ns - len(ramp) * usual_ns)
-        is_warming = may_warm and ready_ns > 0 and first_fetch_ns - usual_fetch_ns >= _MAIN_CAUSE * refill_ns
         rows.append(
             {
                 "first_ns": float(first_ns),
                 "startup": startup_ns / SECOND_NS,
                 "ready": ready_ns / SECOND_NS,
                 "sampler": max(0.0, np.nan_to_num(drawing_ns) - sending_ns) / SECOND_NS,
-                "warming": refill_ns / SECOND_NS if is_warming else 0.0,
-                "refill": 0.0 if is_warming else refill_ns / SECOND_NS,
+                "warming": 0.0,
+                "refill": refill_ns / SECOND_NS,
                 "first_fetch": float(first_fetch_ns) / SECOND_NS,
                 "batches": counts[epoch],
                 "seconds": float(ends[epoch] - first_ns) / SECOND_NS,
             }
         )
-    columns = ["first_ns", "startup", "warming", "ready", "sampler", "refill", "first_fetch", "batches", "seconds"]
-    return pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
+    columns = ["first_ns", "startup", "ready", "sampler", "warming", "refill", "first_fetch", "batches", "seconds"]
+    found = pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
+    is_new = found["ready"].notna()
+    longer = median(floats(found[is_new], "first_fetch")) - median(fetch_ns(loop.fetches)) / SECOND_NS
+    # The iterator of an iterable dataset begins again in each epoch, in old workers too.
+    if not loop.setting.get("iterable") and longer >= _MAIN_CAUSE * mean(floats(found[is_new], "refill")):
+        found.loc[is_new, "warming"] = found["refill"]
+        found.loc[is_new, "refill"] = 0.0
+    return found
 
 
 def _starts(loop: Loop) -> dict[int, list[_Start]]:
