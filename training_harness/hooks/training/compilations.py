@@ -81,8 +81,12 @@ def _condition(reason: str) -> str:
     return (line.partition(": ")[2] or line).partition("  #")[0].strip()[:_REASON_CHARACTERS]
 
 
-def install(progress: Progress) -> Hook:
-    """Note what Dynamo measures of each compilation."""
+def install(progress: Progress) -> Hook | None:
+    """Note what Dynamo measures of each compilation; None where torch is older than 2.7."""
+    measurements = getattr(sys.modules[_MODULE], "CompilationMetrics", None)
+    if not hasattr(measurements, "create"):
+        progress.capabilities["compilation"] = False
+        return None
     compilations = _Compilations(progress)
     with Hook("compilation") as hook:
 
@@ -95,5 +99,5 @@ def install(progress: Progress) -> Hook:
             return noted
 
         # The contexts that call `record_compilation_metrics` keep it from their begin on, and it calls this.
-        hook.replace(sys.modules[_MODULE].CompilationMetrics, "create", make)
+        hook.replace(measurements, "create", make)
     return hook
