@@ -157,7 +157,7 @@ def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
     )
 
 
-def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str = "") -> tuple[Advice, ...]:
+def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and `less` work per fetch if that is not enough.
 
     A setting that may gain nothing, by its interval, comes last.
