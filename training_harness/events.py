@@ -318,13 +318,16 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "compilation": _event(
         _ATTACHED,
-        "`torch.compile` compiled a function, or a backward pass; after 1,000 of them, at most one event in 10 s",
+        "`torch.compile` compiled a function in the thread that trains, or a backward pass; after 1,000 of them, "
+        "at most one event in 10 s",
         Field("begun_ns", "int", "CLOCK_MONOTONIC at its begin"),
         Field("function", "str", "`file:line, in function` of the function; null for a backward pass"),
         Field(
             "reason", "str", "condition that the code compiled before asks for and that failed; null the first time"
         ),
-        Field("gave_up", "bool", "true: the limit of recompilations is met, and the function runs uncompiled"),
+        Field(
+            "gave_up", "bool", "true: the limit of recompilations is met; calls that no version fits run uncompiled"
+        ),
         Field("again_count", "int", "compilations of functions compiled before, so far, in this process"),
         Field("again_ns", "int", "their time, with that of their backward passes, in nanoseconds"),
     ),

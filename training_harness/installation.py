@@ -151,7 +151,7 @@ HOOKS |= {
 HOOKS["trial:torchdata"] = (partial(trial.install, _STATEFUL, "StatefulDataLoader"), {_STATEFUL})
 HOOKS["epochs:torchdata"] = (_install_stateful_epochs, {_STATEFUL})
 HOOKS["compiler"] = (compiler.install, {forward_passes.EVAL_FRAME})
-HOOKS["compilation"] = (compilations.install, {forward_passes.EVAL_FRAME})
+HOOKS["compilation"] = (partial(compilations.install, _progress), {forward_passes.EVAL_FRAME})
 HOOKS["step:fastai"] = (_install_fastai, {steps.FASTAI})
 HOOKS["forward:compiled"] = (_install_compiled_passes, {forward_passes.EVAL_FRAME})
 #: Modules whose import makes a hook possible.

@@ -61,10 +61,10 @@ _BARS = {
 }
 
 
-def worker_name(worker: int, rank: float | None = None) -> str:
+def worker_name(worker: int, rank: float | None) -> str:
     """Return `worker 3`, `rank 1 worker 3`, or `inline` for batches made in the training process."""
     place = "inline" if worker == INLINE_WORKER else f"worker {worker}"
-    return place if rank is None or pd.isna(rank) else f"rank {int(rank)} {place}"
+    return place if pd.isna(rank) else f"rank {int(rank)} {place}"
 
 
 def _tick_labels(table: pd.DataFrame) -> list[str]:

@@ -12,12 +12,12 @@ from app.figures import workers
 from app.runtime.loading import recent
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
+from app.shared_panels import NO_FETCH
 from collector import report
 from collector.diagnosis.loading import WAIT_PARTS
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO, WaitSummary
 from collector.units import MISSING, duration, number, percent, quantity
 
-NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
 #: Columns of an entry of `exposed_stall`.
 _WAIT_COLUMNS = ("seconds", "enough_seconds", "free_wait_ratio")
 UNNAMED = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,16 +316,21 @@ def _draw_deletion(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run])
 
 
 def _delete(runs: Sequence[Run]) -> None:
+    with _errors_on_page():
+        if reasons := delete_runs(home_path(), runs):
+            st.warning(plain("; ".join(f"{run.run_id} stays: {reason}" for run, reason in reasons.items())))
+        else:
+            st.session_state[_SAID] = f"Deleted {', '.join(run.run_id for run in runs)}."
+            st.rerun()
+
+
+@contextmanager
+def _errors_on_page() -> Iterator[None]:
+    """Show an error as one line."""
     try:
-        reasons = delete_runs(home_path(), runs)
+        yield
     except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
         st.error(plain(first_line(error)), icon=":material/error:")
-        return
-    if reasons:
-        st.warning(plain("; ".join(f"{run.run_id} stays: {reason}" for run, reason in reasons.items())))
-    else:
-        st.session_state[_SAID] = f"Deleted {', '.join(run.run_id for run in runs)}."
-        st.rerun()
 
 
 def _draw_form(entry: report.ListEntry, run: Run) -> None:
@@ -348,15 +354,11 @@ def _draw_form(entry: report.ListEntry, run: Run) -> None:
         is_saved = st.form_submit_button("Save", icon=":material/save:")
     if not is_saved:
         return
-    try:
-        edit = edit_between(shown, Facts(name=name.strip(), tags=tags, note=note, is_pinned=is_pinned))
-        annotate(run, edit)
-    except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
-        st.error(plain(first_line(error)), icon=":material/error:")
-        return
-    del st.session_state[_SHOWN]
-    st.session_state[_SAID] = "Saved."
-    st.rerun()
+    with _errors_on_page():
+        annotate(run, edit_between(shown, Facts(name=name.strip(), tags=tags, note=note, is_pinned=is_pinned)))
+        del st.session_state[_SHOWN]
+        st.session_state[_SAID] = "Saved."
+        st.rerun()
 
 
 def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], by_id: Mapping[str, Run]) -> None:
@@ -431,13 +433,10 @@ def _draw_ignoring(findings: Sequence[report.FindingHistory], run: Run) -> None:
 
 
 def _change_known(run: Run, finding: report.FindingHistory, reason: str | None) -> None:
-    try:
+    with _errors_on_page():
         report.change_known(run, [finding.identity], reason)
-    except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
-        st.error(plain(first_line(error)), icon=":material/error:")
-        return
-    st.session_state[_SAID] = f"{finding.identity} is known." if reason else f"{finding.identity} counts again."
-    st.rerun()
+        st.session_state[_SAID] = f"{finding.identity} is known." if reason else f"{finding.identity} counts again."
+        st.rerun()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from app.figures import awaited, workers
 from app.runtime.loading import Recent, recent
 from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
+from app.shared_panels import NO_FETCH
 from app.what_if import initial_blocks, what_if
 from collector import report
 from collector.diagnosis import command_words
@@ -27,7 +28,6 @@ from training_harness.records import INLINE_WORKER
 _NO_WAITS = ("caught-errors", "idle-workers")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
-NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
 
 
 def answer_in_words(moment: Moment) -> str:

@@ -97,7 +97,7 @@ class Check:
     remedy: str | None = None
 
 
-def check_all(home: Path, python: str = sys.executable) -> list[Check]:
+def check_all(home: Path, python: str) -> list[Check]:
     """Run every check on this machine and this home, for trainings that run with `python`."""
     host = HostSampler(os.getpid()).sample()
     return [
@@ -131,7 +131,7 @@ def checks_table(checks: Iterable[Check]) -> Table:
     return table
 
 
-def check_hooks(python: str = sys.executable) -> Iterator[Check]:
+def check_hooks(python: str) -> Iterator[Check]:
     """Run a tiny training under the shim and check what it reported."""
     with tempfile.TemporaryDirectory(prefix="tidegauge-doctor-") as scratch:
         home = Path(scratch)

@@ -323,7 +323,7 @@ def _run(
     open_outlets: Callable[[], Outlets | None],
     *,
     home: Path,
-    name: str | None = None,
+    name: str | None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
     discards: int | None = None,

@@ -50,7 +50,7 @@ LABELS = {
     "regular_ratio": "pauses at regular distance",
     "saving_count": "pauses in torch.save",
     "compilation_count": "compilations of code that was compiled before",
-    "failed_condition": "condition of the code before that failed last",
+    "failed_condition": "torch's reason for the last compilation",
     "training_run_queue_ratio": "training process waiting for a core",
     "other_threads_cores_count": "cores used by other threads of the process",
     "cores_used_count": "cores in use by the run",

@@ -41,7 +41,7 @@ def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Gro
     how = f"{verdict.status}, {counted(verdict.steps, 'step')}, {duration(verdict.duration_seconds)}"
     lines: list[RenderableType] = [Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(verdict)]
     if finding is not None and finding.advice:
-        lines.append(_labelled("Do", f"{finding.advice[0].text.removesuffix('.')}."))
+        lines.append(_advice(f"{finding.advice[0].text.removesuffix('.')}."))
     page, _ = link(verdict, run_id, address)
     # One line, so that a terminal finds the whole address.
     lines.append(Text.assemble(("  See  ", "dim"), page, no_wrap=True, overflow="ignore"))
@@ -56,10 +56,10 @@ def _heading(verdict: Verdict) -> Text:
     return Text(f"  {words}", style="bold green" if words.startswith("✔") else "bold")
 
 
-def _labelled(label: str, text: str) -> Table:
+def _advice(text: str) -> Table:
     """Draw a text that wraps within its column."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", width=5, no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(f"  {label}", text)
+    table.add_row("  Do", text)
     return table

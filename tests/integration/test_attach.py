@@ -248,22 +248,31 @@ def test_hooks_do_not_change_a_compiled_optimizer_step(run_attached, tmp_path):
 def test_compilations_are_recorded_with_the_condition_that_failed(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch\n"
+        "import os, threading, torch\n"
         "model = torch.nn.Linear(4, 1)\n"
         "@torch.compile(backend='eager', dynamic=False)\n"
         "def loss(x, scale): return model(x).sum() * scale\n"
+        "@torch.compile(backend='eager')\n"
+        "def double(x): return x * 2\n"
+        "double(torch.ones(1))\n"  # before it attaches
+        "from training_harness import attach, detach\n"
+        "detach()\n"
+        "os.environ['TIDEGAUGE_RUN_DIR'] = os.environ['KEPT']\n"
+        "attach()\n"
         "for size in range(1, 13): loss(torch.ones(size, 4), 2.0).backward()\n"
         "torch.compile(model, backend='eager')(torch.ones(2, 4))\n"
+        "thread = threading.Thread(target=double, args=[torch.ones(2)]); thread.start(); thread.join()\n"
     )
-    run = run_attached(script, in_new_python=True)
+    directory = layout.create_run(tmp_path, name="kept", argv=[])
+    run = run_attached(script, run_dir=directory, environ={"KEPT": str(directory)}, in_new_python=True)
     assert run.done.returncode == 0, run.done.stderr
-    first, *again, gave_up, other = (json.loads(body) for body in run.events("compilation").body)
+    _, first, *again, gave_up, other = (json.loads(body) for body in run.events("compilation").body)
     assert (first["function"], first["reason"]) == (f"{script}:3, in loss", None)
     assert [event["again_count"] for event in again] == list(range(1, 8))
     assert again[-1]["reason"] == "tensor 'x' size mismatch at index 0. expected 7, actual 8"
     assert np.diff([event["again_ns"] for event in again]).min() > 0
     assert (gave_up["gave_up"], gave_up["again_count"]) == (True, 7), "torch's limit is 8 versions of a function"
-    assert other["function"] == f"{script}:6, in <module>", "the call, where torch's own code is compiled"
+    assert other["function"] == f"{script}:13, in <module>", "the call, where torch's own code is compiled"
 
 
 def test_training_child_of_multiprocessing_records_its_exit(run_attached, tmp_path):

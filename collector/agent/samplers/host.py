@@ -240,9 +240,7 @@ class MemoryLimit(NamedTuple):
     container: str | None
 
 
-def find_levels(
-    controller: str, membership: bytes, root: Path = Path("/"), view: View | None = None
-) -> Levels | None:
+def find_levels(controller: str, membership: bytes, root: Path, view: View | None = None) -> Levels | None:
     """Return the groups of a process under one controller; None if they are gone, or no hierarchy is mounted.
 
     Args:

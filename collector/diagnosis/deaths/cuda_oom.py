@@ -18,7 +18,7 @@ from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.memory.gpu_growth import kept_tensors
 from collector.diagnosis.run.allocators import allocators, devices, record_at
-from collector.diagnosis.run.columns import floats, whole, written
+from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
@@ -141,10 +141,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         error=error,
         figures=figures_at(tables, error),
         growth=kept_tensors(tables, own) if own is not None else None,
-        batch_bytes=(
-            float(payload[-1]) if len(payload) else math.nan,
-            float(np.nanmax(payload[:-1])) if np.isfinite(payload[:-1]).any() else math.nan,
-        ),
+        batch_bytes=(float(payload[-1]) if len(payload) else math.nan, peak(payload[:-1])),
         phase=str(phases[-1]["phase"]) if phases else None,
     )
 

@@ -45,7 +45,7 @@ def recent_loading(
     *,
     from_ns: int,
     rank: int | None,
-    batches_count: int = BATCHES,
+    batches_count: int,
 ) -> RunTables:
     """Read the tables that the rules about loops need: the last batches since `from_ns`, and what goes with them.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median
+from collector.diagnosis.run.columns import SECOND_NS, finite, floats, mean, median
 from collector.diagnosis.statistics.growth import Floats, spread
 
 #: Share of its time that a worker idles, below which it has none to spare.
@@ -129,7 +129,7 @@ def pace(loop: Loop) -> Pace | None:
         capacity_ratio=fetch_mean / (max(loop.num_workers, 1) * max(consumer, 1e-9)),
         tail_wait_ratio=tail_starved,
         tail_ratio=tail,
-        fetch_p99=_quantile(floats(fetches, "fetch_ns"), 0.99) / SECOND_NS,
+        fetch_p99=_p99(floats(fetches, "fetch_ns")) / SECOND_NS,
         first_ns=float(times[0]),
         last_ns=float(times.max()),
     )
@@ -200,7 +200,7 @@ def is_tail(fetches: pd.DataFrame) -> pd.Series:
 
 def without_pauses(durations: Floats) -> Floats:
     """Return the durations with the rare, far longer ones cut: the loop did something else then."""
-    known = durations[np.isfinite(durations)]
+    known = finite(durations)
     if not len(known):
         return durations
     usual = max(_PAUSE_FACTOR * float(np.median(known)), float(np.quantile(known, _PAUSE_QUANTILE)))
@@ -215,6 +215,5 @@ def _windowed(work: Floats, width: int) -> float:
     return float(np.median(work[:usable].reshape(-1, width).mean(axis=1)))
 
 
-def _quantile(values: Floats, share: float) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.quantile(known, share)) if len(known) else float("nan")
+def _p99(values: Floats) -> float:
+    return float(np.quantile(known, 0.99)) if len(known := finite(values)) else float("nan")

@@ -17,7 +17,7 @@ import pandas as pd
 from collector.diagnosis.loading.child_processes import cpu_spent_ns, living_children
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
-from collector.diagnosis.run.columns import SECOND_NS, between, floats, host_samples, mean, median, sampled_on
+from collector.diagnosis.run.columns import SECOND_NS, between, floats, host_samples, mean, median, peak, sampled_on
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Fault, fact
@@ -191,8 +191,7 @@ def ranks_count(tables: RunTables, host: str) -> int:
 
 def _allowed_cores(loop: Loop) -> float:
     """Return the most cores that the affinity of a worker of the loop allows, NaN if unknown."""
-    allowed = floats(_samples(loop, loop.fetches), "allowed_cores_count")
-    return float(np.nanmax(allowed)) if np.isfinite(allowed).any() else float("nan")
+    return peak(floats(_samples(loop, loop.fetches), "allowed_cores_count"))
 
 
 def _samples(loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:

@@ -195,7 +195,8 @@ def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:
 def _with_recompilations(leak: Finding, growing: GrowingUse, key: ProcessKey) -> Finding:
     """Return a leak with the compilations of functions compiled before, whose code stays, in its time."""
     again = recompilations_of(growing.use.tables, key, *growing.span_ns)
-    if again is None:
+    # A few more sizes, or an evaluation, are no cause: as with threads, one for each block of the trend at least.
+    if again is None or again.count < BLOCK_COUNTS[0] or again.last_ns < np.mean(growing.span_ns):
         return leak
     compiled = fact("compilation_count", again.count, growing.window)
     return replace(leak, evidence=(*leak.evidence, compiled), advice=(resources.COMPILE_ONCE, *leak.advice))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from collector.diagnosis.run.columns import SECOND_NS
@@ -17,9 +18,11 @@ class Recompilations:
         count: their number.
         seconds: their time, with that of their backward passes.
         first_ns, last_ns: ends of the first and of the last.
-        function: the last function, as `file:line, in function`.
-        condition: what the code before asks for, and what failed last.
-        gave_up: torch's limit of recompilations was met by then, and a function runs uncompiled.
+        function: the function that was compiled again most often, as `file:line, in function`.
+        function_count: how often that was.
+        condition: torch's reason for the last time.
+        gave_up: torch's limit of recompilations was met by then, and calls that no version of a function fits run
+            uncompiled.
     """
 
     count: int
@@ -27,6 +30,7 @@ class Recompilations:
     first_ns: int
     last_ns: int
     function: str
+    function_count: int
     condition: str
     gave_up: bool
 
@@ -39,13 +43,15 @@ def recompilations_of(tables: RunTables, key: ProcessKey, begin_ns: float, end_n
     if not again:
         return None
     before = compiled[: -len(within)]
-    last, totals = again[-1], within[-1]
+    [(function, function_count)] = Counter(event["function"] for event in again).most_common(1)
+    totals = within[-1]
     return Recompilations(
         count=totals["again_count"] - (before[-1]["again_count"] if before else 0),
         seconds=(totals["again_ns"] - (before[-1]["again_ns"] if before else 0)) / SECOND_NS,
         first_ns=again[0]["time_ns"],
-        last_ns=last["time_ns"],
-        function=last["function"],
-        condition=last["reason"],
+        last_ns=again[-1]["time_ns"],
+        function=function,
+        function_count=function_count,
+        condition=[event["reason"] for event in again if event["function"] == function][-1],
         gave_up=any(event["gave_up"] for event in compiled),
     )

@@ -182,7 +182,7 @@ def cheaper_collate(case: LoadingCase) -> str:
     return _SMALLER_SAMPLES if case.is_collated_in_place else _CHEAPER_COLLATE
 
 
-def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str = "") -> tuple[Advice, ...]:
+def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and `less` work per fetch if that is not enough.
 
     A setting that may gain nothing, by its interval, comes last.

@@ -36,26 +36,17 @@ class LoadingCase:
 
     Attributes:
         loop: the loop, without a first epoch of another pace.
-        waited: the loss by all of its waits.
-        since_step: step at the first steady batch.
+        waited_seconds: the waits per batch that the findings explain.
     """
 
     loop: Loop
     steady: Pace
-    waited: Loss
-    since_step: int | None
+    waited_seconds: float
 
-    @classmethod
-    def of(cls, loop: Loop, steady: Pace) -> LoadingCase:
-        """Return the case of a loop with this pace."""
-        span_ns = steady.first_ns, steady.last_ns
-        waited = Loss.of(loop.tables, steady.wait * len(loop.batches), steady.batches, span_ns)
-        return cls(
-            loop=loop,
-            steady=steady,
-            waited=waited,
-            since_step=step_at(loop.tables, loop.main, steady.first_ns),
-        )
+    @property
+    def waited(self) -> Loss:
+        """The loss by these waits."""
+        return self.loss(self.waited_seconds)
 
     @property
     def is_collated_in_place(self) -> bool:
@@ -97,7 +88,7 @@ class LoadingCase:
             severity=loss.severity if loss else self.waited.severity if starves else "info",
             confidence=(loss or self.waited).confidence(10),
             locus=dataclasses.replace(loop_locus(self.loop, role), worker=worker),
-            since_step=self.since_step,
+            since_step=step_at(self.loop.tables, self.loop.main, self.steady.first_ns),
         )
 
 

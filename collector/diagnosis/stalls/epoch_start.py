@@ -114,7 +114,7 @@ def _new_workers_warm_up(loop: Loop, found: pd.DataFrame) -> bool:
     """
     later = loop.fetches[floats(loop.fetches, "index") >= loop.ramp]
     new = found[found["ready"].notna()]
-    longer = mean(floats(new, "first_fetch")) - median(fetch_ns(later)) / SECOND_NS
+    longer = median(floats(new, "first_fetch")) - median(fetch_ns(later)) / SECOND_NS
     return not loop.setting.get("iterable") and longer >= _MAIN_CAUSE * mean(floats(new, "refill"))
 
 

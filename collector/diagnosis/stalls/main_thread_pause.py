@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -31,14 +34,13 @@ _ODD_PHASE = 2.0  # times a phase's share of the usual step: waits for a core fa
 _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
 _LESS_SAVING = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
 _OVER_RATIO = 0.5  # share of the steps by which the last compilation was, if they are over
-_GAVE_UP = "Then torch's limit was met, and the function runs uncompiled. "
+_GAVE_UP = "Then torch's limit was met, and calls that no version fits run uncompiled. "
 _VARYING_SIZES = (
     "Compile for sizes that vary: torch.compile(…, dynamic=True) or torch._dynamo.mark_dynamic(tensor, dimension); "
-    "or pad batches to a few sizes. The code before holds only where {}"
+    "or pad batches to a few sizes. Torch's reason: {}"
 )
 _VARYING_VALUE = (
-    "Keep the value that changes out of the compiled function, or pass it as a tensor. The code before holds only "
-    "where {}"
+    "Keep the value that changes out of the compiled function, or pass it as a tensor. Torch's reason: {}"
 )
 _LESS_EVERY = (
     "Look at what the loop does every {distance} steps: garbage collection (gc.freeze() after set-up, and fewer "
@@ -60,12 +62,14 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return recompilations
-    return [*_saves(tables, steps, work, main), *recompilations] or _regular_pauses(tables, steps, work, main)
+    saves = _saves(tables, steps, work, main)
+    return [*recompilations, *(saves or _regular_pauses(tables, steps, work, main))]
 
 
 def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
     """Find the time in `torch.save`, at any distance: a save in another thread does not lengthen its step."""
-    saving = np.minimum(_saving_ns(tables, steps, main), np.maximum(work - float(np.median(work)), 0.0))
+    saves = tables.events_of("checkpoint", by=main)
+    saving = np.minimum(_ns_in(saves, steps), np.maximum(work - float(np.median(work)), 0.0))
     at = np.flatnonzero(saving)
     if len(at) < _MIN_PAUSES:
         return []
@@ -97,7 +101,8 @@ def _recompilations(tables: RunTables, main: ProcessKey) -> list[Finding]:
     if again is None:
         return []
     loss = Loss.of(tables, again.seconds, again.count, (times[0], times[-1]))
-    if again.count < _MIN_PAUSES or (loss.ratio < _LEAST_LOST and not again.gave_up):
+    # One more size costs a compilation for each part of a function between its graph breaks.
+    if again.function_count < _MIN_PAUSES or (loss.ratio < _LEAST_LOST and not again.gave_up):
         return []
     at = np.searchsorted(times, [again.first_ns, again.last_ns])
     first, last = steps["step"].iloc[at]
@@ -108,8 +113,9 @@ def _recompilations(tables: RunTables, main: ProcessKey) -> list[Finding]:
             kind="main-thread-pause",
             severity="info" if is_over else loss.severity,
             confidence=loss.confidence(_MIN_PAUSES),
-            summary=f"torch.compile compiles a function again and again: {counted(again.count, 'time')}, "
-            f"{duration(again.seconds / again.count)} each, last in step {count(last)} ({again.function}). "
+            summary=f"torch.compile compiles code again and again: {counted(again.count, 'time')}, "
+            f"{duration(again.seconds / again.count)} each, last in step {count(last)}; most often, "
+            f"{counted(again.function_count, 'time')}, {again.function}. "
             f"{_GAVE_UP if again.gave_up else ''}{loss.words}",
             locus=_locus(steps, main, "forward"),
             since_step=whole(first),
@@ -174,6 +180,8 @@ def _long_steps(tables: RunTables, steps: pd.DataFrame, work: Floats, main: Proc
     # More passes of the model than usual are a rollout or an evaluation, and no pause.
     passes = floats(steps, "passes_count")
     is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
+    again = [event for event in tables.events_of("compilation", by=main) if event["reason"] is not None]
+    is_pause &= _ns_in(again, steps) == 0
     at = np.flatnonzero(is_pause)
     if not len(at):
         return at
@@ -191,12 +199,11 @@ def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tup
     return phase, excess[phase] / max(seconds, 1e-9)
 
 
-def _saving_ns(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> Floats:
-    """Return how long each step spent in recorded calls of `torch.save`, shape `(steps,)`."""
-    saves = tables.events_of("checkpoint", by=main)
+def _ns_in(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
+    """Return how long each step spent in what these events record with its begin, shape `(steps,)`."""
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")
-    begun, ended = (np.array([event[name] for event in saves], dtype=float) for name in ("begun_ns", "time_ns"))
+    begun, ended = (np.array([event[name] for event in events], dtype=float) for name in ("begun_ns", "time_ns"))
     at = np.searchsorted(ends, begun)
     is_inside = (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
     return np.bincount(at[is_inside], weights=(ended - begun)[is_inside], minlength=len(steps)).astype(np.float64)

@@ -68,7 +68,9 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
             findings += [
                 dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}")
-                for finding in _judge(LoadingCase.of(loop, steady), healthy=healthy)
+                for finding in _judge(
+                    LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait), healthy=healthy
+                )
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
@@ -130,7 +132,7 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
     if waits is not None and waits.copy_seconds >= LEAST_LOST_RATIO * steady.interval:
-        case = dataclasses.replace(case, waited=case.loss(steady.starved))  # the rest is a wait for the transfer
+        case = dataclasses.replace(case, waited_seconds=steady.starved)  # the rest is a wait for the transfer
     return [*_starving(case), *others]
 
 

@@ -311,14 +311,14 @@ def _level(values: Floats) -> Floats:
     return level
 
 
-def rises_count(values: Floats, parts: int = PARTS_COUNT) -> float:
+def rises_count(values: Floats, parts: int) -> float:
     """Return the number of rises of the level, weighted by their sizes; 0 if it never rises."""
     level = _level(values)
     rises = np.diff(level[np.linspace(0, len(level) - 1, parts + 1).astype(int)])
     return float(rises.sum() ** 2 / (rises @ rises)) if rises.any() else 0.0
 
 
-def missing_rises(times: Floats, values: Floats, parts: int = PARTS_COUNT) -> float:
+def missing_rises(times: Floats, values: Floats, parts: int) -> float:
     """Return the number of rises that the rest at the end of a series lacks, at the rate of those before it."""
     ratio, noise_ratio = rest_ratio(times, values)
     return (ratio / (1 - ratio) - noise_ratio) * rises_count(values, parts) if ratio < 1 else math.inf

@@ -15,7 +15,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.allocators import capacity_of, devices
-from collector.diagnosis.run.columns import SECOND_NS, floats, last, median, peak
+from collector.diagnosis.run.columns import SECOND_NS, finite, floats, last, median, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.tuning.loader_memory import FILL_RATIO, held_memory
@@ -151,5 +151,5 @@ def _host_memory(loop: Loop) -> tuple[float, float, str]:
     """Return (peak, highest allowed peak, name) of the loop's processes, without memory used before the run."""
     name, limit = binding_limit(loop.tables, loop.main[0])
     demand = demand_series(loop.tables, loop.main[0])[1]
-    before = demand[np.isfinite(demand)][:1]
-    return held_memory(loop).most, FILL_RATIO * limit - float(before[0] if len(before) else 0.0), name
+    before = float(known[0]) if len(known := finite(demand)) else 0.0
+    return held_memory(loop).most, FILL_RATIO * limit - before, name

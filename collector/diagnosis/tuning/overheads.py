@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.steady_state import without_pauses
-from collector.diagnosis.run.columns import SECOND_NS
+from collector.diagnosis.run.columns import SECOND_NS, finite
 from collector.diagnosis.statistics.growth import Floats
 
 _READY_NS = 1e6  # a batch that was made this long before it was asked for only had to be taken
@@ -135,5 +135,5 @@ def _cap_for_mean(values: Floats, wanted: Floats) -> float:
 
 def _usual(durations_ns: Floats, default: float) -> float:
     """Return the mean in seconds without the rare long durations; `default` if there are few."""
-    known = durations_ns[np.isfinite(durations_ns)]
+    known = finite(durations_ns)
     return max(0.0, float(without_pauses(known).mean())) / SECOND_NS if len(known) >= _MIN_SAMPLES else default

@@ -65,7 +65,7 @@ def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop_byte
     return tabulate(header.stream, [(header, raw_records(path, header, offset_bytes, stop_bytes))])
 
 
-def raw_records(path: Path, header: SegmentHeader, offset_bytes: int, stop_bytes: int | None = None) -> Records:
+def raw_records(path: Path, header: SegmentHeader, offset_bytes: int, stop_bytes: int | None) -> Records:
     """Return the records of `read_records` in the layout of the file.
 
     Raises:

@@ -200,6 +200,15 @@ def test_first_samples_are_a_cost_of_new_workers_if_only_those_pay_it(setting, k
     assert ("persistent_workers=True" in found[kind].advice[0].text) == (kind == "worker-startup")
 
 
+def test_fetches_that_vary_are_no_cost_of_new_workers():
+    def service(generator, *_):
+        return float(generator.lognormal(np.log(0.03), 1.0))
+
+    run = STEADY | {"workers": 2, "service": service, "consumer": jittered(0.03), "batches": 10, "epochs": 30}
+    _, found = loading_findings(simulate(**run, persistent=False, startup=0.1))
+    assert found["worker-startup"].value_of("first_fetch_seconds") is None
+
+
 @pytest.mark.parametrize("epochs", [3, 8])
 def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}

@@ -10,28 +10,28 @@ SECONDS_EACH = 0.5
 STEPS = 200
 
 
-def pauses(recompiled, *, gave_up=False, condition="k.scale == 3.0"):
+def pauses(recompiled, *, gave_up=False, condition="k.scale == 3.0", functions=1, other_pauses=()):
     """Findings of a training of 200 steps that first compiles, and compiles again within these steps."""
 
     def consumer(generator, k):
-        return jittered(0.02)(generator) + (SECONDS_EACH if k in recompiled else 0.0)
+        return jittered(0.02)(generator) + (SECONDS_EACH if k in (*recompiled, *other_pauses) else 0.0)
 
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=consumer, batches=STEPS)
     ends = np.sort(np.concatenate([rows["time_ns"] for rows in script.parts["step"]])) / 1e9
     compiled(script, ends[0] - 0.01, 0)
     for number, step in enumerate(recompiled, 1):
-        compiled(script, ends[step] - 0.001, number, reason=condition)
+        compiled(script, ends[step] - 0.001, number, line=number % functions, reason=condition)
     if gave_up:
         compiled(script, ends[recompiled[-1] + 1] - 0.001, len(recompiled), reason=condition, gave_up=True)
     return find_pauses(finish(script).tables())
 
 
-def compiled(script, end, again_count, *, reason=None, gave_up=False):
+def compiled(script, end, again_count, *, line=0, reason=None, gave_up=False):
     script.event(
         end,
         "compilation",
         begun_ns=round((end - SECONDS_EACH) * 1e9),
-        function=None if gave_up else "train.py:8, in f",
+        function=None if gave_up else f"train.py:{8 + line}, in f",
         reason=reason,
         gave_up=gave_up,
         again_count=again_count,
@@ -60,9 +60,19 @@ def test_recompilations_that_ended_early_are_information():
 
 def test_limit_of_recompilations_is_told():
     [pause] = pauses(range(2, 10), gave_up=True)
-    assert "runs uncompiled" in pause.summary
+    assert "run uncompiled" in pause.summary
 
 
-@pytest.mark.parametrize("recompiled", [[], [3, 40]], ids=["compiled once", "compiled for two more sizes"])
-def test_few_compilations_are_no_pause(recompiled):
-    assert pauses(recompiled) == []
+def test_recompilations_that_are_over_hide_no_regular_pause():
+    over, regular = pauses(range(11, 18), other_pauses=range(30, 200, 20))
+    assert "torch.compile" in over.summary
+    assert regular.value_of("pause_distance_count") == 20
+
+
+@pytest.mark.parametrize(
+    ("recompiled", "functions"),
+    [([], 1), ([3, 40], 1), (range(20, 27), 7)],
+    ids=["compiled once", "compiled for two more sizes", "seven parts between graph breaks, for one more size"],
+)
+def test_few_compilations_are_no_pause(recompiled, functions):
+    assert pauses(recompiled, functions=functions) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import signal
@@ -23,7 +24,7 @@ from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
 from training_harness.hooks.loading.loader_ids import LoaderRegistry, _site
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.training import checkpoints
+from training_harness.hooks.training import checkpoints, compilations
 from training_harness.hooks.training.devices import FORWARD, OTHER
 from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.hooks.training.steps import StepHook
@@ -116,6 +117,37 @@ def test_files_that_are_saved_together_are_one_checkpoint_and_stay_the_same(step
     assert hooked.getvalue() == plain.getvalue()
     (events,) = (session.active.run_dir / "events").iterdir()
     assert events.read_text().count('"checkpoint"') == 1
+
+
+@pytest.fixture
+def measurements(monkeypatch):
+    """Class that Dynamo records compilations with, without Dynamo."""
+    kind = type("CompilationMetrics", (), {"create": staticmethod(dict)})
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(CompilationMetrics=kind))
+    return kind
+
+
+def test_backward_pass_is_compiled_again_if_its_forward_pass_was(steps, measurements):
+    reasons = {"0/0": None, "1/0": None, "1/1": "1/0: k == 2.0  # y = x * k", "2/1": "No reason was found"}
+    hook = compilations.install(Progress())
+    for compile_id, reason in reasons.items():
+        measured = {"co_name": "f", "co_filename": "train.py", "co_firstlineno": 1, "recompile_reason": reason}
+        measurements.create(measured | {"compile_id": compile_id, "start_time_us": 0, "end_time_us": 1})
+    for compile_id, microseconds in [("0/0", 100), ("1/1", 10)]:
+        passed = {"compile_id": compile_id, "is_forward": False, "start_time_us": 0, "end_time_us": microseconds}
+        assert measurements.create(passed) == passed
+    hook.remove()
+    (events,) = (session.active.run_dir / "events").iterdir()
+    compiled = [json.loads(line) for line in events.read_text().splitlines() if '"compilation"' in line]
+    assert [event["again_ns"] for event in compiled] == [0, 0, 1_000, 2_000, 2_000, 12_000]
+    assert [event["reason"] for event in compiled[2:4]] == ["k == 2.0", "No reason was found"]
+
+
+def test_compilations_of_an_older_torch_are_not_measured(measurements):
+    del measurements.create
+    progress = Progress()
+    assert compilations.install(progress) is None
+    assert progress.capabilities == {"compilation": False}
 
 
 def play(hook: StepHook, *optimizers: Optimizer) -> None:

@@ -152,14 +152,17 @@ class Progress:
         if self.thread in (0, thread):
             self.mark(WAIT if self.sees_batches else OTHER, max(now_ns, self._mark_ns))
 
+    def is_training_thread(self) -> bool:
+        """Return whether this thread trains; before the first step the main thread is taken for that one."""
+        return threading.get_ident() == (self.thread or threading.main_thread().ident)
+
     def follow_batches(self, *, has_optimizer: bool) -> None:
         """Let batches end the steps of a process in which no optimizer was ever made.
 
-        Before the first step the main thread is taken for the one that trains. Another one may load ahead for it.
+        Another thread may load ahead for the one that trains.
         """
         self.calls.run()
-        trains = threading.get_ident() == (self.thread or threading.main_thread().ident)
-        if trains or not has_optimizer:
+        if self.is_training_thread() or not has_optimizer:
             self._see_batches()
         if self.ended_by <= UNIT_BATCH:
             self.end_steps_by(NOTHING if has_optimizer else UNIT_BATCH)
