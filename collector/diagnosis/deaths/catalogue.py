@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
 
 from collector.diagnosis.deaths.stuck_process import (
+    AWAITS_NOTICE,
     AWAITS_POOL,
     AWAITS_QUEUE,
     AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
+    AWAITS_THREADS,
     COLLECTIVE,
 )
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
@@ -95,6 +97,16 @@ _HANG_ADVICE = {
     AWAITS_THREAD: Advice(
         text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
         expected="the line that the thread executes is the cause",
+    ),
+    AWAITS_THREADS: Advice(
+        text="Tell those threads to end, also after an exception (`try: ... finally:`), or start them with "
+        "daemon=True",
+        expected="the process ends when its main thread has ended",
+    ),
+    AWAITS_NOTICE: Advice(
+        text="Find the thread that should call `notify`, `set` or `release` for that line (`tidegauge stacks` "
+        "shows where it stands); give `wait` a timeout",
+        expected="an exception in place of the hang",
     ),
     AWAITS_TASK: Advice(
         text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
@@ -218,6 +230,26 @@ def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
         expected="the training ends with the error, and does not wait for a thread that has ended",
     )
     summary = f"{hang.summary} One of its threads ended {when} with {exception}"
+    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
+
+
+def of_lone_thread(hang: Finding) -> Finding:
+    """Return the hang of a process that waits for one of its threads, and has none besides the main thread."""
+    is_worker = hang.locus.role == "worker"
+    if is_worker:
+        advice = Advice(
+            text="Start that thread in the worker, in worker_init_fn or at its first use: fork() copies the main "
+            "thread alone, so a thread that the training process started is missing in its workers",
+            expected="the worker has the thread that its main thread waits for",
+        )
+    else:
+        advice = Advice(
+            text="Let the thread that should end this wait say so before it ends: an item that marks the end, "
+            "`notify_all`, or `set`",
+            expected="nothing waits for a thread that has ended",
+        )
+    process = "worker" if is_worker else "process"
+    summary = f"{hang.summary} The {process} has no other Python thread that could end this wait."
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
@@ -456,39 +488,3 @@ ATTEMPT_KILLED = Death(
     confidence=0.85,
 )
 ATTEMPT_CRASHED = replace(ATTEMPT_KILLED, kind="crashed", confidence=0.95)
-
-#: Advice on a CUDA out-of-memory error; `{room}` is the memory that becomes usable.
-TENSORS_GREW = Advice(
-    text="See gpu-tensor-leak first: live tensors were growing until the error",
-    expected="the {room} by which they grew become free",
-)
-LARGER_SHARE = Advice(
-    text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
-    expected="up to {room} become usable",
-    effect="changes memory",
-)
-EXPANDABLE_SEGMENTS = Advice(
-    text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held enough unused memory, in "
-    "pieces that were too small",
-    expected="up to {room} become usable",
-)
-END_OTHERS = Advice(
-    text="End the other processes on this device, or use another device", expected="{room} become free"
-)
-BOUND_BATCHES = Advice(
-    text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the last one was "
-    "the largest so far",
-    expected="no batch is larger than {room}, which fitted",
-    effect="changes results",
-)
-NO_CUDA_IN_WORKERS = Advice(
-    text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
-    "in the training process",
-    expected="the workers need no CUDA context, tensors and cache: this one held {room}",
-)
-SMALLER_STEP = Advice(
-    text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "
-    "largest that fits), activation checkpointing, bfloat16",
-    expected="activations shrink in proportion to the batch",
-    effect="changes results",
-)

@@ -363,7 +363,7 @@ def _with_loss(life: Lifecycle, hang: Finding, process: Process, until_ns: float
     ended = life.tables.events_of("thread-exception", by=process.key)
     ended = [event for event in ended if event["time_ns"] <= until_ns]
     if not ended:
-        return hang
+        return catalogue.of_lone_thread(hang) if process.is_alone else hang
     before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
     when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
     raised = raised_in(ended[-1], process.key)

@@ -18,6 +18,7 @@ from collector.stacks import (
     ASLEEP,
     AT_LOCK,
     FEEDS_QUEUE,
+    HELPS_QUEUES,
     MAIN_THREAD,
     MAKES_BATCH,
     SUSPENDED,
@@ -42,6 +43,11 @@ _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
 AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item of a queue"
 AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
+AWAITS_THREADS = "waiting to end until its other threads end"
+#: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
+AWAITS_NOTICE = "waiting for a thread to wake it"
+#: Such waits that only a thread of the same process can end.
+_ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_TASK, AWAITS_NOTICE)
 #: A process of `multiprocessing` ends only when its queues have handed over all that it put.
 AWAITS_TAKER = "waiting to end until someone takes what it put in a queue"
 _ENDING = ("_exit_function", "multiprocessing/util.py")
@@ -51,8 +57,10 @@ _AWAITED = (
     ("get", _POOL_PATHS, AWAITS_POOL),
     ("next", _POOL_PATHS, AWAITS_POOL),
     ("get", ("/queue.py",), AWAITS_QUEUE),
+    ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
     ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
+    ("wait", ("/threading.py",), AWAITS_NOTICE),
 )
 #: Waits that nothing but another thread or a signal can end; they are no work.
 STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
@@ -151,6 +159,12 @@ class Process:
         if awaited == AWAITS_POOL and any(is_in(frame, "worker", _POOL_PATHS) for frame in self._all_frames):
             return AWAITS_TASK  # a ThreadPool
         return awaited
+
+    @property
+    def is_alone(self) -> bool:
+        """True if it waits for what only a thread of its own can deliver, and has no other thread than helpers."""
+        others = (stack for stack in self.threads if stack.thread != MAIN_THREAD)
+        return self.awaits in _ENDED_BY_THREAD and all(stack.activity in HELPS_QUEUES for stack in others)
 
     @property
     def other_threads(self) -> str:

@@ -7,9 +7,13 @@ import pytest
 from hanging_trainings import only, stacks, training
 from simulated_runs import MAIN, MIB, START_SECONDS, sample_process
 from stack_events import (
+    FOR_A_BATCH,
+    IN_A_SAMPLE,
     IN_MAIN,
     LIBRARY,
     LOCK,
+    POLL,
+    WORKERS,
     process,
 )
 
@@ -47,6 +51,7 @@ def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
         ("Queue.get", "queue.py", "waiting for an item of a queue"),
         ("Thread.join", "threading.py", "waiting for the end of a thread"),
         ("Future.result", "concurrent/futures/_base.py", "waiting for the result of a task"),
+        ("Event.wait", "threading.py", "waiting for a thread to wake it"),
     ],
 )
 @pytest.mark.parametrize("ended", [True, False])
@@ -67,14 +72,57 @@ def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, p
     assert (told in finding.summary) == ended
     assert finding.advice[0].text.startswith("Hand the exceptions") == ended
     assert "forkserver" not in finding.advice[0].text
+    assert ("no other Python thread" in finding.summary) == (not ended and call != "Thread.join")
+
+
+def with_thread(script, name, frames):
+    for event in script.events:
+        if event["kind"] == "stacks":
+            event["processes"][0]["threads"].append({"thread": name, "waits": LOCK, "frames": frames})
+    return script
+
+
+@pytest.mark.parametrize("thread", ["loader", "QueueFeederThread"])
+def test_wait_for_a_condition_is_not_taken_for_a_lock(thread):
+    """The helper of a queue can't end the wait, the user's own thread can."""
+    waiting = [["Condition.wait", f"{LIBRARY}/threading.py", 327], ["Buffer.get", "/home/me/train.py", 10]]
+    other = ["load", "/home/me/train.py", 14]
+    if thread != "loader":
+        other = ["Queue._feed", f"{LIBRARY}/multiprocessing/queues.py", 231]
+    finding = only(with_thread(stacks(training(), process(MAIN, waiting, LOCK)), thread, [other]))
+    assert finding.severity == "critical"
+    assert "it is waiting for a thread to wake it in Buffer.get, train.py:10." in finding.summary
+    assert ("no other Python thread" in finding.summary) == (thread != "loader")
+    begin = "Find the thread that should call `notify`" if thread == "loader" else "Let the thread that should end"
+    assert finding.advice[0].text.startswith(begin)
+
+
+def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_that_it_has_none():
+    waiting = [
+        ["Condition.wait", f"{LIBRARY}/threading.py", 327],
+        ["Future.result", f"{LIBRARY}/concurrent/futures/_base.py", 451],
+        *IN_A_SAMPLE,
+    ]
+    script = stacks(
+        training(), process(WORKERS[0], waiting, LOCK, parent=MAIN[1]), process(MAIN, FOR_A_BATCH, POLL)
+    )
+    finding = only(script)
+    assert finding.locus.worker == 0
+    assert "no other Python thread" in finding.summary
+    assert finding.advice[0].text.startswith("Start that thread in the worker")
+
+
+def test_training_that_ended_but_not_its_thread_is_told_which():
+    shutdown = [["_shutdown", f"{LIBRARY}/threading.py", 1590]]
+    sending = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["upload", "/home/me/train.py", 7]]
+    finding = only(with_thread(stacks(training(), process(MAIN, shutdown, LOCK)), "uploader", sending))
+    assert "it is waiting to end until its other threads end" in finding.summary
+    assert "uploader stands in upload, train.py:7." in finding.summary
+    assert finding.advice[0].text.startswith("Tell those threads to end")
 
 
 def test_training_at_a_lock_is_told_where_its_other_threads_stand():
-    script = stacks(training(), process(MAIN, IN_MAIN, LOCK))
     saving = [["saver", "/home/me/train.py", 9], ["Thread.run", f"{LIBRARY}/threading.py", 1]]
-    for event in script.events:
-        if event["kind"] == "stacks":
-            event["processes"][0]["threads"].append({"thread": "Thread-1 (saver)", "waits": LOCK, "frames": saving})
-    finding = only(script)
+    finding = only(with_thread(stacks(training(), process(MAIN, IN_MAIN, LOCK)), "Thread-1 (saver)", saving))
     assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
     assert finding.advice[0].text.startswith("Find the thread that holds the lock")
