@@ -253,20 +253,26 @@ def of_lone_thread(hang: Finding) -> Finding:
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
-def of_lost_process(hang: Finding, pids: Sequence[int]) -> Finding:
-    """Return the hang of a process that waits for a multiprocessing.Pool, whose processes `pids` ended at once."""
+def of_lost_process(hang: Finding, pids: Sequence[int], *, of_pool: bool) -> Finding:
+    """Return the hang of a process that waits for a Pool or a queue; its children `pids` ended at once."""
     is_one = len(pids) == 1
     named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
-    find = f"what ended process {pids[0]}" if is_one else "what ended them"
-    advice = Advice(
-        text="Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out "
-        f"{find}: the kernel for lack of memory (`dmesg`), or a crash in the code that it ran",
-        expected="a lost process raises BrokenProcessPool instead of a hang",
+    find = (
+        f"what ended {f'process {pids[0]}' if is_one else 'them'}: an error or an exit in the code that it ran, a "
     )
-    summary = (
-        f"{hang.summary} {named} ended just then, and a Pool waits for ever for the task of a process that died."
+    find += "signal, or the kernel for lack of memory (`dmesg`)"
+    if of_pool:
+        effect = "and a Pool waits for ever for the task of a process that died"
+        text = f"Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out {find}"
+        expected = "a lost process raises BrokenProcessPool instead of a hang"
+    else:
+        effect = "and a queue does not tell that the process that filled it is gone"
+        text = f"Find out {find}; give `get` a timeout, and look then at `is_alive()` of that process"
+        expected = "the training ends with an error, and does not wait for a process that has ended"
+    advice = Advice(text=text, expected=expected)
+    return replace(
+        hang, summary=f"{hang.summary} {named} ended just then, {effect}.", advice=(advice, *hang.advice[1:])
     )
-    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
 def of_slow(hang: Finding, transfer: str) -> Finding:

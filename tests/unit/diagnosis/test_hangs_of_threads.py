@@ -26,16 +26,27 @@ AT_A_POOL = [
 ]
 
 
+AT_A_QUEUE = [
+    ["Connection._recv", f"{LIBRARY}/multiprocessing/connection.py", 395],
+    ["Queue.get", f"{LIBRARY}/multiprocessing/queues.py", 103],
+    ["main", "/home/me/train.py", 33],
+]
+CHILD = ("node", 3000, 9000)
+
+
+def with_child_ended(script, ends_at):
+    """Add a child of the training process that ends that many seconds after its start."""
+    seconds = [START_SECONDS + second for second in (1.0, 2.0, ends_at)]
+    held = np.full(3, MIB)
+    alive, parents = np.array([1, 1, 0]), np.array([MAIN[1], MAIN[1], np.nan])
+    sample_process(script, seconds, CHILD, ROLE_OTHER, private=held, rss=held, alive=alive, parent_pid=parents)
+    return script
+
+
 @pytest.mark.parametrize("ends_at", [None, 21.0, 4.0])
 def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
     """The silence began after 21 s; a process that ended long before was replaced, and nothing was lost."""
-    script = stacks(training(), process(MAIN, AT_A_POOL, LOCK))
-    seconds = [START_SECONDS + second for second in (1.0, 2.0, ends_at or 55.0)]
-    alive = np.array([1, 1, 0])
-    parents = np.array([MAIN[1], MAIN[1], np.nan])
-    held = np.full(3, MIB)
-    child = ("node", 3000, 9000)
-    sample_process(script, seconds, child, ROLE_OTHER, private=held, rss=held, alive=alive, parent_pid=parents)
+    script = with_child_ended(stacks(training(), process(MAIN, AT_A_POOL, LOCK)), ends_at or 55.0)
     finding = only(script)
     assert finding.severity == "critical"
     assert "it is waiting for a process pool in main, train.py:33" in finding.summary
@@ -75,10 +86,10 @@ def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, p
     assert ("no other Python thread" in finding.summary) == (not ended and call != "Thread.join")
 
 
-def with_thread(script, name, frames):
+def with_thread(script, name, frames, waits=LOCK):
     for event in script.events:
         if event["kind"] == "stacks":
-            event["processes"][0]["threads"].append({"thread": name, "waits": LOCK, "frames": frames})
+            event["processes"][0]["threads"].append({"thread": name, "waits": waits, "frames": frames})
     return script
 
 
@@ -95,6 +106,30 @@ def test_wait_for_a_condition_is_not_taken_for_a_lock(thread):
     assert ("no other Python thread" in finding.summary) == (thread != "loader")
     begin = "Find the thread that should call `notify`" if thread == "loader" else "Let the thread that should end"
     assert finding.advice[0].text.startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "others", "severity"), [(21.0, 0, "critical"), (21.0, 1, "info"), (55.0, 0, "info")]
+)
+def test_queue_of_a_process_that_has_ended(ends_at, others, severity):
+    """Another process fills its queue at its own pace, unless all of them have ended."""
+    living = [process(("node", 3001 + k, 9001), AT_A_QUEUE, "asleep", parent=MAIN[1]) for k in range(others)]
+    script = with_child_ended(stacks(training(), process(MAIN, AT_A_QUEUE, "waiting for a pipe"), *living), ends_at)
+    finding = only(script)
+    assert finding.severity == severity
+    assert "it is waiting for an item of a queue of another process in main, train.py:33" in finding.summary
+    assert ("child process (pid 3000) ended just then, and a queue" in finding.summary) == (ends_at == 21.0)
+    assert finding.advice[0].text.startswith("Find out what ended" if ends_at == 21.0 else "Find the thread or")
+
+
+@pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
+def test_thread_that_waits_for_a_server_is_given_the_patience_for_servers(budgets, severity):
+    waiting = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["main", "/home/me/train.py", 33]]
+    script = stacks(training(), process(MAIN, waiting, LOCK), budgets=budgets)
+    acting = [["act", "/home/me/train.py", 14]]
+    finding = only(with_thread(script, "actor", acting, "waiting for the network"))
+    assert finding.severity == severity
+    assert "actor, waiting for the network, stands in act, train.py:14." in finding.summary
 
 
 def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_that_it_has_none():
