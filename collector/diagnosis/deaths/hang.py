@@ -63,6 +63,18 @@ _EQUAL_STEPS = Advice(
     "drop_last=True), or `with model.join():` around the loop",
     expected="no rank waits in a collective for one that has left the loop",
 )
+#: Advice on ranks that are all in a collective: at different lines, and at the same line.
+_ONE_ORDER = Advice(
+    text="Call each collective on all ranks and in one order: none in a branch that only some ranks enter, such as "
+    "`if rank == 0`. With TORCH_DISTRIBUTED_DEBUG=DETAIL, an error names the calls that differ",
+    expected="each rank enters the same collective",
+)
+_ONE_SHAPE = Advice(
+    text="Run with TORCH_DISTRIBUTED_DEBUG=DETAIL: an error names calls that differ in the collective or the shape "
+    "of its tensor. If none does, look at the network between the ranks",
+    expected="an error in place of the hang",
+)
+_MOST_PLACES = 4  # ranks whose lines a sentence names
 #: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
 _Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
@@ -113,7 +125,32 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
             found |= _undelivered(life, processes, main, silent[main])
         elif culprit.key not in found and not culprit.is_evaluating:
             found[culprit.key] = culprit, _finding(life, culprit, processes, main, silent, series)
-    return [*found.values()]
+    return _mismatch(life, [*found.values()])
+
+
+def _mismatch(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple[Process, Finding]]:
+    """Return one finding for ranks that are all in collectives: none is missing, so their calls do not match."""
+    ranks = [process for process, _ in found if process.is_in_collective and process.is_stuck]
+    sizes = {whole(event.get("world_size")) for event in life.tables.events_of("process-start")}
+    is_one_missing = len(ranks) < len(found) or sizes != {len(ranks)} or uneven_ranks(life.tables) is not None
+    if len(ranks) < 2 or is_one_missing:
+        return found
+    process, finding = min(found, key=lambda one: one[0].locus.rank or 0)
+    places = [f"rank {one.locus.rank}{one.where}" for one in sorted(ranks, key=lambda one: one.locus.rank or 0)]
+    is_one_line = len({one.frame for one in ranks}) == 1
+    everyone = "Both" if len(ranks) == 2 else f"All {len(ranks)}"
+    standing = "at this line" if is_one_line else f"but not at one line: {', '.join(places[:_MOST_PLACES])}"
+    return [
+        (
+            process,
+            replace(
+                finding,
+                summary=f"{finding.summary} {everyone} ranks stand in a collective, {standing}.",
+                advice=(_ONE_SHAPE if is_one_line else _ONE_ORDER, *finding.advice[1:]),
+                fault=None if is_one_line else "your code",
+            ),
+        )
+    ]
 
 
 def recorded_standstill(tables: RunTables, since_ns: float) -> Standstill | None:

@@ -258,6 +258,43 @@ def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
     assert "join()" in finding.advice[-1].text
 
 
+IN_BARRIER = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", "/home/me/train.py", 35]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "size", "told", "begin"),
+    [
+        (
+            IN_BARRIER,
+            2,
+            "but not at one line: rank 0 in main, train.py:30, rank 1 in main, train.py:35.",
+            "Call each",
+        ),
+        (
+            IN_BACKWARD,
+            2,
+            "Both ranks stand in a collective, at this line.",
+            "Run with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        ),
+        (IN_BARRIER, 4, None, "Find the rank that has not entered it"),
+    ],
+)
+def test_ranks_that_are_all_in_collectives_miss_none(frames, size, told, begin):
+    script = stacks(
+        two_ranks(),
+        process(MAIN, IN_BACKWARD, LOCK),
+        process(OTHER_RANK, frames, LOCK),
+        silent=(MAIN, OTHER_RANK),
+    )
+    for event in script.events:
+        if event["kind"] == "process-start":
+            event["world_size"] = size
+    findings = find_hangs(script.tables())
+    assert [finding.locus.rank for finding in findings] == ([0] if told else [0, 1])
+    assert findings[0].advice[0].text.startswith(begin)
+    assert told is None or told in findings[0].summary
+
+
 def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
     script = stacks(
         two_ranks(),
