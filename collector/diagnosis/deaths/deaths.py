@@ -77,12 +77,11 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         oom = oom_victims(tables, [main_victim(life, key, None) for key in helpers])
     over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
     rest = [victim for victim in victims if victim not in (*oom, *bus, *over)]
-    is_cancelled = bool(tables.events_of("hang-cancelled"))
     return [
         *(oom_kill(tables, victim) for victim in merge_workers(oom)),
         *(bus_error(tables, victim) for victim in merge_workers(bus)),
         *(slurm_kill(tables, victim) for victim in over),
-        *(_kill(victim, is_cancelled=is_cancelled) for victim in merge_workers(rest)),
+        *(_kill(life, victim) for victim in merge_workers(rest)),
     ]
 
 
@@ -95,10 +94,12 @@ def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Vict
     return {key: victims[key[:2]] for key in life.exceptions if key[:2] in victims}
 
 
-def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
+def _kill(life: Lifecycle, victim: Victim) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
-    is_by_tidegauge = is_cancelled and victim.signal in (SIGTERM, SIGKILL)
+    if victim.key in life.recorded_exits and victim.key not in life.exceptions:
+        by += " while its interpreter shut down, after the end of the script"
+    is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     return (catalogue.CANCELLED if is_by_tidegauge else _death_of(victim)).finding(
         locus=victim.locus,
         since_step=victim.since_step,
