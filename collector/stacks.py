@@ -50,6 +50,8 @@ _ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
 )
 #: A thread that waits for the time alone.
 ASLEEP = "asleep"
+#: Target of a wait for a pipe or socket that is the only one, without a timeout.
+ONE_ENDLESS = "one descriptor, no timeout"
 #: A pipe that its reader does not empty.
 FULL_PIPE = "waiting for a full pipe"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
 
 from collector.diagnosis.deaths.stuck_process import (
+    AWAITS_LOOP,
     AWAITS_NOTICE,
     AWAITS_POOL,
     AWAITS_QUEUE,
@@ -99,14 +100,16 @@ _HANG_ADVICE = {
         expected="the line that the thread executes is the cause",
     ),
     AWAITS_THREADS: Advice(
-        text="Tell those threads to end, also after an exception (`try: ... finally:`), or start them with "
-        "daemon=True",
+        text="Tell those threads to end (`finally:`, for after an exception), or start them with daemon=True",
         expected="the process ends when its main thread has ended",
     ),
     AWAITS_NOTICE: Advice(
-        text="Find the thread that should call `notify`, `set` or `release` for that line (`tidegauge stacks` "
-        "shows where it stands); give `wait` a timeout",
+        text="Find the thread that should call `notify`, `set` or `release`, and give `wait` a timeout",
         expected="an exception in place of the hang",
+    ),
+    AWAITS_LOOP: Advice(
+        text="Await every task that the loop runs (asyncio.TaskGroup), and give `get` a timeout (asyncio.timeout)",
+        expected="an exception of a task ends the training, and is not lost",
     ),
     AWAITS_TASK: Advice(
         text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
@@ -225,16 +228,18 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
     """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
     advice = Advice(
-        text="Hand the exceptions of that thread to the training, for example through the queue, and raise them "
-        "there",
+        text="Hand the exceptions of that thread to the training, as through the queue, and raise them there",
         expected="the training ends with the error, and does not wait for a thread that has ended",
     )
     summary = f"{hang.summary} One of its threads ended {when} with {exception}"
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
-def of_lone_thread(hang: Finding) -> Finding:
+def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
     """Return the hang of a process that waits for one of its threads, and has none besides the main thread."""
+    if awaits == AWAITS_LOOP:
+        told = "The loop has no connection, pipe, child or timer, and no other Python thread could wake it."
+        return replace(hang, summary=f"{hang.summary} {told}")
     is_worker = hang.locus.role == "worker"
     if is_worker:
         advice = Advice(
@@ -244,8 +249,7 @@ def of_lone_thread(hang: Finding) -> Finding:
         )
     else:
         advice = Advice(
-            text="Let the thread that should end this wait say so before it ends: an item that marks the end, "
-            "`notify_all`, or `set`",
+            text="Let the thread that should end this wait do so before it ends itself, also after an exception",
             expected="nothing waits for a thread that has ended",
         )
     process = "worker" if is_worker else "process"

@@ -15,6 +15,7 @@ from typing import Any
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.stuck_process import (
     AWAITS_ITEM,
+    AWAITS_LOOP,
     AWAITS_POOL,
     COLLECTIVE,
     STUCK_WAITS,
@@ -353,7 +354,8 @@ def _finding(
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
     transfer = culprit.transfer(budget_seconds)
     lost = _lost_children(life, culprit, series[-1]["time_ns"], seconds)
-    patience = _patience(culprit, waits, is_alone=bool(lost) and not has_children(culprit, processes.values()))
+    is_alone = bool(lost) and not has_children(culprit, processes.values())
+    patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
     is_plain = not transfer and _is_plain(life, culprit, patience, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
@@ -404,7 +406,7 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
     ended = life.tables.events_of("thread-exception", by=process.key)
     ended = [event for event in ended if event["time_ns"] <= until_ns]
     if not ended:
-        return catalogue.of_lone_thread(hang) if process.is_alone else hang
+        return catalogue.of_lone_thread(hang, process.awaits) if process.is_alone else hang
     before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
     when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
     raised = raised_in(ended[-1], process.key)
@@ -431,9 +433,9 @@ def _lost_children(life: Lifecycle, process: Process, until_ns: float, seconds: 
 def _patience(culprit: Process, waits: str | None, *, is_alone: bool) -> float | None:
     """Return the budgets after which a process that stands in this wait hangs; None if it may be a long phase.
 
-    Another process fills its queue at its own pace, unless the process `is_alone`: its children have ended.
+    Another process fills its queue at its own pace, and so a server sends, unless the process `is_alone`.
     """
-    if culprit.awaits == AWAITS_ITEM and not is_alone:
+    if culprit.awaits in (AWAITS_ITEM, AWAITS_LOOP) and not is_alone:
         return None
     if culprit.awaits or (waits or "").startswith(STUCK_WAITS):
         return _LONG_PATIENCE if culprit.has_thread_at_work else 1.0

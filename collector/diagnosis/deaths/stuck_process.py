@@ -21,6 +21,7 @@ from collector.stacks import (
     HELPS_QUEUES,
     MAIN_THREAD,
     MAKES_BATCH,
+    ONE_ENDLESS,
     SUSPENDED,
     WAITS_FOR_INDEX,
     Frame,
@@ -45,6 +46,8 @@ AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item o
 AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
 #: The same of a queue of `multiprocessing`, which another process fills.
 AWAITS_ITEM = f"{AWAITS_QUEUE} of another process"
+#: An event loop of asyncio always has one descriptor, by which other threads wake it.
+AWAITS_LOOP = "waiting for an event of its asyncio loop"
 AWAITS_THREADS = "waiting to end until its other threads end"
 #: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
 AWAITS_NOTICE = "waiting for a thread to wake it"
@@ -67,6 +70,7 @@ _AWAITED = (
     ("join", ("/threading.py",), AWAITS_THREAD),
     ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
     ("wait", ("/threading.py",), AWAITS_NOTICE),
+    ("_run_once", ("asyncio/base_events.py",), AWAITS_LOOP),
 )
 #: Waits that nothing but another thread or a signal can end; they are no work.
 STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
@@ -168,9 +172,16 @@ class Process:
 
     @property
     def is_alone(self) -> bool:
-        """True if it waits for what only a thread of its own can deliver, and has no other thread than helpers."""
+        """True if it waits for what only a thread of its own can deliver, and has no other thread than helpers.
+
+        The same holds for an event loop that has no connection, pipe, child or timer.
+        """
         others = (stack for stack in self.threads if stack.thread != MAIN_THREAD)
-        return self.awaits in _ENDED_BY_THREAD and all(stack.activity in HELPS_QUEUES for stack in others)
+        is_idle_loop = (
+            self.awaits == AWAITS_LOOP and self.main is not None and ONE_ENDLESS in (self.main.waits or "")
+        )
+        needs_thread = self.awaits in _ENDED_BY_THREAD or is_idle_loop
+        return needs_thread and all(stack.activity in HELPS_QUEUES for stack in others)
 
     @property
     def has_thread_at_work(self) -> bool:

@@ -17,6 +17,7 @@ from stack_events import (
     process,
 )
 
+from collector.stacks import ONE_ENDLESS
 from training_harness.records import ROLE_OTHER
 
 AT_A_POOL = [
@@ -145,6 +146,28 @@ def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_t
     assert finding.locus.worker == 0
     assert "no other Python thread" in finding.summary
     assert finding.advice[0].text.startswith("Start that thread in the worker")
+
+
+LOOP_IS_IDLE = f"{POLL} ({ONE_ENDLESS})"
+
+
+@pytest.mark.parametrize("waits", [LOOP_IS_IDLE, POLL])
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_event_loop_that_nothing_can_wake_is_a_hang(waits, has_thread):
+    """It may wait for a server or for a thread of an executor, unless it has neither."""
+    waiting = [
+        ["EpollSelector.select", f"{LIBRARY}/selectors.py", 468],
+        ["BaseEventLoop._run_once", f"{LIBRARY}/asyncio/base_events.py", 1898],
+        ["main", "/home/me/train.py", 33],
+    ]
+    script = stacks(training(), process(MAIN, waiting, waits))
+    if has_thread:
+        script = with_thread(script, "asyncio_0", [["_worker", f"{LIBRARY}/concurrent/futures/thread.py", 81]])
+    finding, nothing_wakes_it = only(script), waits == LOOP_IS_IDLE and not has_thread
+    assert "it is waiting for an event of its asyncio loop in main, train.py:33" in finding.summary
+    assert finding.severity == ("critical" if nothing_wakes_it else "info")
+    assert ("no other Python thread could wake it" in finding.summary) == nothing_wakes_it
+    assert finding.advice[0].text.startswith("Await every task")
 
 
 def test_training_that_ended_but_not_its_thread_is_told_which():
