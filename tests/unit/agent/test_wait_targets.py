@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -96,10 +97,16 @@ def test_an_event_loop_is_shown_that_nothing_but_a_thread_can_wake(thread, way, 
     reader, writer = os.pipe()
     if way == "pipe":
         loop.add_reader(reader, print)
-    running = thread(loop.run_forever)
+
+    def run():
+        with contextlib.closing(loop):
+            loop.run_forever()
+
+    running = thread(run)
     wait_for(lambda: own_wait("/proc", PID, running) == "waiting for a pipe or socket", "the loop")
     assert wait_target("/proc", PID, running) == shown
     loop.call_soon_threadsafe(loop.stop)
+    wait_for(loop.is_closed, "the end of the loop")
     os.close(writer)
     os.close(reader)
 
