@@ -226,12 +226,19 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:
         caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
-        finding = (catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE).finding(
+        death = catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE
+        handled = message_lines({"message": messages[-1].get("handled")})[0]
+        if handled.startswith(KeyboardInterrupt.__name__):  # Lightning ends so
+            death = catalogue.INTERRUPTED
+        elif handled:
+            message += f" (while it handled {handled.removesuffix(':')})"
+        finding = death.finding(
             locus=life.locus(caller),
             since_step=last_step(life.tables, caller),
             evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
             what=sentence(life.name(caller)),
             site=at_line(messages[-1].get("site")),
+            by=f"by {signal_name(SIGINT)}",
             message=message,
         )
         return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]

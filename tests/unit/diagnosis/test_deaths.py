@@ -125,6 +125,27 @@ def test_status_that_was_given_to_sys_exit_names_the_line():
     assert found.summary.endswith("called sys.exit at train.py:12, in main: exit status 3.")
 
 
+@pytest.mark.parametrize(
+    ("handled", "kind", "severity", "told"),
+    [
+        ("KeyboardInterrupt: ", "killed", "info", "ended by SIGINT."),
+        (
+            "OSError: disk gone",
+            "crashed",
+            "critical",
+            "at train.py:12, in main: exit status 1 (while it handled OSError: disk gone).",
+        ),
+    ],
+)
+def test_exit_within_the_handler_of_an_exception_is_told_with_it(handled, kind, severity, told):
+    script = end_workers(training())
+    event = {"message": "exit status 1", "status": 1, "site": "/my/train.py:12, in main", "handled": handled}
+    script.event(script.now_seconds, "exit-message", **event)
+    (found,) = [one for one in diagnose(end_run(end_training(script), 1).tables()).findings if one.kind in DEATHS]
+    assert (found.kind, found.severity) == (kind, severity)
+    assert found.summary.endswith(told)
+
+
 @pytest.mark.parametrize(("signal", "limit"), [(24, "ulimit -t"), (25, "ulimit -f")])
 def test_signal_of_a_limit_of_the_process_names_the_limit(signal, limit):
     (found,) = [
