@@ -138,8 +138,12 @@ class Process:
 
     @property
     def where(self) -> str:
-        """The end of a sentence: ` in load, dataset.py:41`."""
-        return f" in {_place_words(self.frame)}" if self.frame is not None else ""
+        """The end of a sentence: ` in load, dataset.py:41`; a library that sleeps is named before it."""
+        if self.frame is None or self._telling_stack is None:
+            return ""
+        innermost, place = self._telling_stack.frames[0], f" in {_place_words(self.frame)}"
+        is_in_library = self.waits == ASLEEP and innermost != self.frame
+        return f" in {innermost.full_name}, called{place}" if is_in_library else place
 
     @property
     def stands_in_own_code(self) -> bool:

@@ -148,6 +148,26 @@ def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_t
     assert finding.advice[0].text.startswith("Start that thread in the worker")
 
 
+@pytest.mark.parametrize(
+    ("waits", "told"),
+    [
+        ("asleep", "it is asleep in filelock._api.FileLock._poll, called in Files.__getitem__, dataset.py:41;"),
+        (POLL, f"it is {POLL} in Files.__getitem__, dataset.py:41;"),
+    ],
+)
+def test_library_that_sleeps_and_tries_again_is_named(waits, told):
+    waiting = [["FileLock._poll", f"{LIBRARY}/site-packages/filelock/_api.py", 434], *IN_A_SAMPLE]
+    finding = only(
+        stacks(
+            training(),
+            process(WORKERS[0], waiting, waits, parent=MAIN[1]),
+            process(MAIN, FOR_A_BATCH, POLL),
+            budgets=4.1,
+        )
+    )
+    assert told in finding.summary
+
+
 LOOP_IS_IDLE = f"{POLL} ({ONE_ENDLESS})"
 
 
