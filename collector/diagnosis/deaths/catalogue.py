@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
+from signal import SIGABRT, SIGBUS, SIGILL
 
 from collector.diagnosis.deaths.stuck_process import (
     AWAITS_LOOP,
@@ -75,6 +75,10 @@ _HANG_ADVICE = {
     "waiting for a pipe": Advice(
         text="Give what is read at that line a timeout, and check that its writer is alive",
         expected="an exception in place of the hang",
+    ),
+    FULL_PIPE: Advice(
+        text="Let something read what that line writes, such as the program after a `|`, or write it to a file",
+        expected="the pipe does not stay full",
     ),
     "waiting for a child": Advice(
         text="Start the child process with stdin=subprocess.DEVNULL and a timeout",
@@ -406,18 +410,6 @@ KILLED = Death(
     ),
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")
-#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
-_FULL_LIMIT = replace(KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings")
-LIMITS_MET: Mapping[int | None, Death] = {
-    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
-    for signal, text in (
-        (
-            SIGXCPU,
-            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
-        ),
-        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
-    )
-}
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(

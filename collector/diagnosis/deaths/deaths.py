@@ -8,7 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from signal import SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
+from signal import (
+    SIGABRT,
+    SIGBUS,
+    SIGFPE,
+    SIGHUP,
+    SIGILL,
+    SIGINT,
+    SIGKILL,
+    SIGSEGV,
+    SIGTERM,
+    SIGUSR1,
+    SIGUSR2,
+    SIGXCPU,
+    SIGXFSZ,
+)
 from textwrap import shorten
 from typing import Any
 
@@ -25,7 +39,7 @@ from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.findings import Finding, Locus, fact
+from collector.findings import Advice, Finding, Locus, fact
 from collector.store import ProcessKey
 
 #: Exit status by which shells stand for a signal, less its number.
@@ -36,6 +50,20 @@ _TIMEOUT_STATUS = 124
 _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
     SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
+}
+#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
+_FULL_LIMIT = replace(
+    catalogue.KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings"
+)
+_LIMITS_MET: Mapping[int | None, Death] = {
+    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
+    for signal, text in (
+        (
+            SIGXCPU,
+            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
+        ),
+        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
+    )
 }
 #: Longest text that quotes a message.
 _QUOTED_CHARACTERS = 300
@@ -123,8 +151,8 @@ def _death_of(victim: Victim) -> Death:
         return crash if usual is None else replace(crash, advice=(usual, *crash.advice))
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
-    if victim.signal in catalogue.LIMITS_MET and not is_worker:
-        return catalogue.LIMITS_MET[victim.signal]
+    if victim.signal in _LIMITS_MET and not is_worker:
+        return _LIMITS_MET[victim.signal]
     if is_worker and victim.signal is None and victim.exit_code is not None:
         return catalogue.WORKER_EXITED
     if is_worker:

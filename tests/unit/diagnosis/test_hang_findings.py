@@ -25,6 +25,7 @@ from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.deaths.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding, Locus, measurements
+from collector.stacks import FULL_PIPE
 
 WAITING = process(MAIN, FOR_A_BATCH, POLL)
 IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
@@ -237,6 +238,12 @@ def test_of_workers_at_work_the_one_that_may_hold_the_lock_is_the_culprit():
     assert finding.locus.worker == 1
     assert finding.severity == "info"
     assert only(stacks(training(), WAITING, at_lock, slow, budgets=4.1)).severity == "critical"
+
+
+def test_training_that_writes_to_a_full_pipe_is_told_to_read_it():
+    finding = only(stacks(training(), process(MAIN, IN_MAIN, FULL_PIPE), budgets=4.1))
+    assert "it is waiting for a full pipe in save, train.py:35." in finding.summary
+    assert finding.advice[0].text.startswith("Let something read what that line writes")
 
 
 def test_compilation_never_counts_as_a_hang():
