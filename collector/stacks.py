@@ -36,17 +36,22 @@ WAITS_FOR_BATCH, MAKES_BATCH, WAITS_FOR_INDEX, FEEDS_QUEUE = (
     "waits for an index",
     "feeds a queue",
 )
+_PINS_BATCHES, _SHARES_FILES = "pins batches", "shares file descriptors"
+#: Activities of threads that only move what others put in the queues of multiprocessing.
+HELPS_QUEUES = (FEEDS_QUEUE, _PINS_BATCHES, _SHARES_FILES)
 #: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
 _ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     (*WAIT, WAITS_FOR_BATCH),
     (*FETCH, MAKES_BATCH),
     (*_WORKER, WAITS_FOR_INDEX),
-    ("do_one_step", "torch/utils/data/_utils/pin_memory.py", "pins batches"),
+    ("do_one_step", "torch/utils/data/_utils/pin_memory.py", _PINS_BATCHES),
     ("_feed", "multiprocessing/queues.py", FEEDS_QUEUE),
-    ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
+    ("_serve", "multiprocessing/resource_sharer.py", _SHARES_FILES),
 )
 #: A thread that waits for the time alone.
 ASLEEP = "asleep"
+#: Target of a wait for a pipe or socket that is the only one, without a timeout.
+ONE_ENDLESS = "one descriptor, no timeout"
 #: A pipe that its reader does not empty.
 FULL_PIPE = "waiting for a full pipe"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.

@@ -151,6 +151,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("message", "str", "the message, or the status in words"),
         Field("status", "int", "the status; null with a message"),
         Field("site", "str", "`file:line, in function` of the call"),
+        Field("handled", "str", "type and message of the exception that was being handled; null if none was"),
     ),
     "loader": _event(
         _TRAINING,

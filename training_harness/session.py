@@ -150,7 +150,11 @@ def record_exit_message(message: object, caller: FrameType) -> None:
         # A message is printed, and a number is the exit status.
         status = message & 0xFF if isinstance(message, int) else None
         text = str(message) if status is None else f"exit status {status}"
-        session.events.append("exit-message", message=text[:_MESSAGE_CHARACTERS], status=status, site=site)
+        error = sys.exc_info()[1]
+        is_known = error is not None and not isinstance(error, SystemExit)
+        handled = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS] if is_known else None
+        fields = {"message": text[:_MESSAGE_CHARACTERS], "status": status, "site": site, "handled": handled}
+        session.events.append("exit-message", **fields)
 
 
 def _described(

@@ -21,7 +21,7 @@ from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written
 from collector.diagnosis.run.exceptions import exception_of, raised_in
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
-from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of_child
+from collector.diagnosis.run.lifecycle import Lifecycle, end_words, lifecycle_of, signal_of_child
 from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
@@ -245,8 +245,8 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
     tables = life.tables
     for event in tables.events_of("worker-died"):
         code = whole(event.get("exit_code"))
-        by = signal_name(signal_of_child(code)) or f"exit status {number(code)}"
-        yield float(event["time_ns"]), f"Worker {event.get('worker')} of loader {event.get('loader')} died: {by}."
+        of = f"Worker {event.get('worker')} of loader {event.get('loader')}"
+        yield float(event["time_ns"]), f"{of} died: {end_words(code)}."
     for event in tables.events_of("cuda-oom"):
         if whole(event.get("device")) is None:  # its exception alone is known, and comes below
             continue
@@ -272,5 +272,4 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
         yield float(event["time_ns"]), "Tidegauge cancelled the training, which hung."
     for event in tables.events_of("command-exit"):
         code = whole(event.get("exit_status"))
-        ended = signal_name(signal_of_child(code)) or f"exit status {number(code)}"
-        yield float(event["time_ns"]), f"The command ended: {ended}."
+        yield float(event["time_ns"]), f"The command ended: {end_words(code)}."

@@ -14,7 +14,7 @@ import numpy as np
 from collector.diagnosis.loading.loaders import Epoch, epochs_of, recreated_loaders, replaced_loaders, worker_slots
 from collector.diagnosis.run.allocators import devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text, written
-from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
+from collector.diagnosis.run.lifecycle import Lifecycle, end_words, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
 from collector.store import ProcessKey
@@ -310,7 +310,7 @@ def _left_running(life: Lifecycle) -> list[Finding]:
     (host, pid, _), count = processes[0][0], len(processes)
     return [
         cannot_tell(
-            f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
+            f"The command ended ({end_words(life.exit_status)}), and {count} of the processes that it started "
             f"still {'runs' if count == 1 else 'run'}: {names}. The verdict covers the run up to this moment.",
             fact("left_running_count", count, "end of the command", n=count),
             *_exit_status(life),

@@ -178,7 +178,7 @@ def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
         ("When", ", ".join(when)),
         (
             "Followed",
-            f"{number(record.followers_count)} other training processes" if record.followers_count else "",
+            counted(record.followers_count, "other training process") if record.followers_count else "",
         ),
     ]
     return [(name, value) for name, value in pairs if value]

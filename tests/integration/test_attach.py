@@ -105,14 +105,16 @@ def test_message_of_sys_exit_is_recorded_with_its_line(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch.utils.data\ntry:\n    sys.exit(2)\n"
-        "except SystemExit as error:\n    assert error.code == 2\nsys.exit('no images in /data')\n"
+        "except SystemExit as error:\n    assert error.code == 2\n"
+        "try:\n    open('/data/images')\nexcept OSError:\n    sys.exit('no images in /data')\n"
     )
     run = run_attached(script)
     assert run.done.returncode == 1
     assert "no images in /data" in run.done.stderr
     caught, event = map(json.loads, run.events("exit-message").body)
-    assert (caught["status"], caught["site"]) == (2, f"{script}:3, in <module>")
-    assert (event["message"], event["site"]) == ("no images in /data", f"{script}:6, in <module>")
+    assert (caught["status"], caught["site"], caught["handled"]) == (2, f"{script}:3, in <module>", None)
+    assert (event["message"], event["site"]) == ("no images in /data", f"{script}:9, in <module>")
+    assert event["handled"].startswith("FileNotFoundError: [Errno 2]")
 
 
 def test_group_of_exceptions_is_recorded_with_its_first_cause(run_attached, tmp_path):

@@ -11,7 +11,7 @@ import socket
 import struct
 
 from collector.agent.samplers import procfs
-from collector.stacks import wait_words
+from collector.stacks import ONE_ENDLESS, wait_words
 from training_harness.journal import stat_fields
 
 #: Machine -> numbers of the system calls whose first argument is a descriptor: read, write, send, receive, accept,
@@ -22,6 +22,9 @@ _OF_DESCRIPTOR = {
 }
 #: Begin of the words for a child that itself waits for something.
 _HELD_UP = ("waiting for", "blocked")
+#: epoll_wait and epoll_pwait; their fourth argument is the timeout, -1 for none.
+_OF_EVENTS = {"x86_64": frozenset({232, 281}), "aarch64": frozenset({22})}
+_NO_TIMEOUT = 0xFFFFFFFF
 _OF_CHILD = {"x86_64": frozenset({61}), "aarch64": frozenset({260})}
 
 
@@ -43,6 +46,10 @@ def wait_target(proc: str, pid: int, thread: int) -> str | None:
     number, argument, machine = int(words[0]), int(words[1], 16), os.uname().machine
     if number in _OF_CHILD.get(machine, ()):
         return _child(proc, argument)
+    if number in _OF_EVENTS.get(machine, ()):
+        listed = procfs.read_file(f"{proc}/{pid}/fdinfo/{argument}") or b""
+        is_endless = int(words[4], 16) & _NO_TIMEOUT == _NO_TIMEOUT
+        return ONE_ENDLESS if is_endless and listed.count(b"tfd:") == 1 else None
     if number not in _OF_DESCRIPTOR.get(machine, ()):
         return None
     try:

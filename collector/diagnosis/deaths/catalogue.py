@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from signal import SIGABRT, SIGBUS, SIGILL, SIGXCPU, SIGXFSZ
+from signal import SIGABRT, SIGBUS, SIGILL
 
 from collector.diagnosis.deaths.stuck_process import (
+    AWAITS_LOOP,
+    AWAITS_NOTICE,
     AWAITS_POOL,
     AWAITS_QUEUE,
     AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
+    AWAITS_THREADS,
     COLLECTIVE,
 )
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
@@ -73,6 +76,10 @@ _HANG_ADVICE = {
         text="Give what is read at that line a timeout, and check that its writer is alive",
         expected="an exception in place of the hang",
     ),
+    FULL_PIPE: Advice(
+        text="Let something read what that line writes, such as the program after a `|`, or write it to a file",
+        expected="the pipe does not stay full",
+    ),
     "waiting for a child": Advice(
         text="Start the child process with stdin=subprocess.DEVNULL and a timeout",
         expected="it cannot wait for input for ever; an exception in place of the hang",
@@ -95,6 +102,18 @@ _HANG_ADVICE = {
     AWAITS_THREAD: Advice(
         text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
         expected="the line that the thread executes is the cause",
+    ),
+    AWAITS_THREADS: Advice(
+        text="Tell those threads to end (`finally:`, for after an exception), or start them with daemon=True",
+        expected="the process ends when its main thread has ended",
+    ),
+    AWAITS_NOTICE: Advice(
+        text="Find the thread that should call `notify`, `set` or `release`, and give `wait` a timeout",
+        expected="an exception in place of the hang",
+    ),
+    AWAITS_LOOP: Advice(
+        text="Await every task that the loop runs (asyncio.TaskGroup), and give `get` a timeout (asyncio.timeout)",
+        expected="an exception of a task ends the training, and is not lost",
     ),
     AWAITS_TASK: Advice(
         text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
@@ -213,28 +232,55 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
     """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
     advice = Advice(
-        text="Hand the exceptions of that thread to the training, for example through the queue, and raise them "
-        "there",
+        text="Hand the exceptions of that thread to the training, as through the queue, and raise them there",
         expected="the training ends with the error, and does not wait for a thread that has ended",
     )
     summary = f"{hang.summary} One of its threads ended {when} with {exception}"
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
-def of_lost_process(hang: Finding, pids: Sequence[int]) -> Finding:
-    """Return the hang of a process that waits for a multiprocessing.Pool, whose processes `pids` ended at once."""
+def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
+    """Return the hang of a process that waits for one of its threads, and has none besides the main thread."""
+    if awaits == AWAITS_LOOP:
+        told = "The loop has no connection, pipe, child or timer, and no other Python thread could wake it."
+        return replace(hang, summary=f"{hang.summary} {told}")
+    is_worker = hang.locus.role == "worker"
+    if is_worker:
+        advice = Advice(
+            text="Start that thread in the worker, in worker_init_fn or at its first use: fork() copies the main "
+            "thread alone, so a thread that the training process started is missing in its workers",
+            expected="the worker has the thread that its main thread waits for",
+        )
+    else:
+        advice = Advice(
+            text="Let the thread that should end this wait do so before it ends itself, also after an exception",
+            expected="nothing waits for a thread that has ended",
+        )
+    process = "worker" if is_worker else "process"
+    summary = f"{hang.summary} The {process} has no other Python thread that could end this wait."
+    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
+
+
+def of_lost_process(hang: Finding, pids: Sequence[int], *, of_pool: bool) -> Finding:
+    """Return the hang of a process that waits for a Pool or a queue; its children `pids` ended at once."""
     is_one = len(pids) == 1
     named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
-    find = f"what ended process {pids[0]}" if is_one else "what ended them"
-    advice = Advice(
-        text="Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out "
-        f"{find}: the kernel for lack of memory (`dmesg`), or a crash in the code that it ran",
-        expected="a lost process raises BrokenProcessPool instead of a hang",
+    find = (
+        f"what ended {f'process {pids[0]}' if is_one else 'them'}: an error or an exit in the code that it ran, a "
     )
-    summary = (
-        f"{hang.summary} {named} ended just then, and a Pool waits for ever for the task of a process that died."
+    find += "signal, or the kernel for lack of memory (`dmesg`)"
+    if of_pool:
+        effect = "and a Pool waits for ever for the task of a process that died"
+        text = f"Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out {find}"
+        expected = "a lost process raises BrokenProcessPool instead of a hang"
+    else:
+        effect = "and a queue does not tell that the process that filled it is gone"
+        text = f"Find out {find}; give `get` a timeout, and look then at `is_alive()` of that process"
+        expected = "the training ends with an error, and does not wait for a process that has ended"
+    advice = Advice(text=text, expected=expected)
+    return replace(
+        hang, summary=f"{hang.summary} {named} ended just then, {effect}.", advice=(advice, *hang.advice[1:])
     )
-    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
 def of_slow(hang: Finding, transfer: str) -> Finding:
@@ -364,18 +410,6 @@ KILLED = Death(
     ),
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")
-#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
-_FULL_LIMIT = replace(KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings")
-LIMITS_MET: Mapping[int | None, Death] = {
-    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
-    for signal, text in (
-        (
-            SIGXCPU,
-            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
-        ),
-        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
-    )
-}
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
@@ -456,39 +490,3 @@ ATTEMPT_KILLED = Death(
     confidence=0.85,
 )
 ATTEMPT_CRASHED = replace(ATTEMPT_KILLED, kind="crashed", confidence=0.95)
-
-#: Advice on a CUDA out-of-memory error; `{room}` is the memory that becomes usable.
-TENSORS_GREW = Advice(
-    text="See gpu-tensor-leak first: live tensors were growing until the error",
-    expected="the {room} by which they grew become free",
-)
-LARGER_SHARE = Advice(
-    text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
-    expected="up to {room} become usable",
-    effect="changes memory",
-)
-EXPANDABLE_SEGMENTS = Advice(
-    text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held enough unused memory, in "
-    "pieces that were too small",
-    expected="up to {room} become usable",
-)
-END_OTHERS = Advice(
-    text="End the other processes on this device, or use another device", expected="{room} become free"
-)
-BOUND_BATCHES = Advice(
-    text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the last one was "
-    "the largest so far",
-    expected="no batch is larger than {room}, which fitted",
-    effect="changes results",
-)
-NO_CUDA_IN_WORKERS = Advice(
-    text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
-    "in the training process",
-    expected="the workers need no CUDA context, tensors and cache: this one held {room}",
-)
-SMALLER_STEP = Advice(
-    text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "
-    "largest that fits), activation checkpointing, bfloat16",
-    expected="activations shrink in proportion to the batch",
-    effect="changes results",
-)

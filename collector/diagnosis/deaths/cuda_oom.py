@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.memory.gpu_growth import kept_tensors
 from collector.diagnosis.run.allocators import allocators, devices, record_at
@@ -50,6 +49,41 @@ _FIGURES = {
     "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"Currently allocated\s*: {_SIZE}"),
     "unallocated_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
 }
+#: Advice; `{room}` is the memory that becomes usable.
+_TENSORS_GREW = Advice(
+    text="See gpu-tensor-leak first: live tensors were growing until the error",
+    expected="the {room} by which they grew become free",
+)
+_LARGER_SHARE = Advice(
+    text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
+    expected="up to {room} become usable",
+    effect="changes memory",
+)
+_EXPANDABLE_SEGMENTS = Advice(
+    text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held enough unused memory, in "
+    "pieces that were too small",
+    expected="up to {room} become usable",
+)
+_END_OTHERS = Advice(
+    text="End the other processes on this device, or use another device", expected="{room} become free"
+)
+_BOUND_BATCHES = Advice(
+    text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the last one was "
+    "the largest so far",
+    expected="no batch is larger than {room}, which fitted",
+    effect="changes results",
+)
+_NO_CUDA_IN_WORKERS = Advice(
+    text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
+    "in the training process",
+    expected="the workers need no CUDA context, tensors and cache: this one held {room}",
+)
+_SMALLER_STEP = Advice(
+    text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "
+    "largest that fits), activation checkpointing, bfloat16",
+    expected="activations shrink in proportion to the batch",
+    effect="changes results",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +247,12 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     in_worker = scene.error.slot is not None and math.isfinite(own)
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
-        (catalogue.TENSORS_GREW, "your code", scene.growth is not None, growth_gain, rise),
-        (catalogue.LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
-        (catalogue.EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
-        (catalogue.END_OTHERS, "outside", others >= request, others, others),
-        (catalogue.BOUND_BATCHES, "your code", last > before, last - before, before),
-        (catalogue.NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
+        (_TENSORS_GREW, "your code", scene.growth is not None, growth_gain, rise),
+        (_LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
+        (_EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
+        (_END_OTHERS, "outside", others >= request, others, others),
+        (_BOUND_BATCHES, "your code", last > before, last - before, before),
+        (_NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
     )
     least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
     supported = [
@@ -228,7 +262,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     ]
     supported.sort(key=lambda option: -option[0])
     fault = supported[0][1] if supported else "your settings"
-    return (*(advice for _, _, advice in supported), catalogue.SMALLER_STEP), fault
+    return (*(advice for _, _, advice in supported), _SMALLER_STEP), fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

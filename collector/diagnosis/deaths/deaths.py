@@ -8,7 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from signal import SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
+from signal import (
+    SIGABRT,
+    SIGBUS,
+    SIGFPE,
+    SIGHUP,
+    SIGILL,
+    SIGINT,
+    SIGKILL,
+    SIGSEGV,
+    SIGTERM,
+    SIGUSR1,
+    SIGUSR2,
+    SIGXCPU,
+    SIGXFSZ,
+)
 from textwrap import shorten
 from typing import Any
 
@@ -25,7 +39,7 @@ from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.findings import Finding, Locus, fact
+from collector.findings import Advice, Finding, Locus, fact
 from collector.store import ProcessKey
 
 #: Exit status by which shells stand for a signal, less its number.
@@ -36,6 +50,20 @@ _TIMEOUT_STATUS = 124
 _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
     SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
+}
+#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
+_FULL_LIMIT = replace(
+    catalogue.KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings"
+)
+_LIMITS_MET: Mapping[int | None, Death] = {
+    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
+    for signal, text in (
+        (
+            SIGXCPU,
+            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
+        ),
+        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
+    )
 }
 #: Longest text that quotes a message.
 _QUOTED_CHARACTERS = 300
@@ -77,12 +105,11 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         oom = oom_victims(tables, [main_victim(life, key, None) for key in helpers])
     over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
     rest = [victim for victim in victims if victim not in (*oom, *bus, *over)]
-    is_cancelled = bool(tables.events_of("hang-cancelled"))
     return [
         *(oom_kill(tables, victim) for victim in merge_workers(oom)),
         *(bus_error(tables, victim) for victim in merge_workers(bus)),
         *(slurm_kill(tables, victim) for victim in over),
-        *(_kill(victim, is_cancelled=is_cancelled) for victim in merge_workers(rest)),
+        *(_kill(life, victim) for victim in merge_workers(rest)),
     ]
 
 
@@ -95,10 +122,12 @@ def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Vict
     return {key: victims[key[:2]] for key in life.exceptions if key[:2] in victims}
 
 
-def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
+def _kill(life: Lifecycle, victim: Victim) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
-    is_by_tidegauge = is_cancelled and victim.signal in (SIGTERM, SIGKILL)
+    if victim.key in life.recorded_exits and victim.key not in life.exceptions:
+        by += " while its interpreter shut down, after the end of the script"
+    is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     return (catalogue.CANCELLED if is_by_tidegauge else _death_of(victim)).finding(
         locus=victim.locus,
         since_step=victim.since_step,
@@ -122,8 +151,8 @@ def _death_of(victim: Victim) -> Death:
         return crash if usual is None else replace(crash, advice=(usual, *crash.advice))
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
-    if victim.signal in catalogue.LIMITS_MET and not is_worker:
-        return catalogue.LIMITS_MET[victim.signal]
+    if victim.signal in _LIMITS_MET and not is_worker:
+        return _LIMITS_MET[victim.signal]
     if is_worker and victim.signal is None and victim.exit_code is not None:
         return catalogue.WORKER_EXITED
     if is_worker:
@@ -225,12 +254,19 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:
         caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
-        finding = (catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE).finding(
+        death = catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE
+        handled = message_lines({"message": messages[-1].get("handled")})[0]
+        if handled.startswith(KeyboardInterrupt.__name__):  # Lightning ends so
+            death = catalogue.INTERRUPTED
+        elif handled:
+            message += f" (while it handled {handled.removesuffix(':')})"
+        finding = death.finding(
             locus=life.locus(caller),
             since_step=last_step(life.tables, caller),
             evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
             what=sentence(life.name(caller)),
             site=at_line(messages[-1].get("site")),
+            by=f"by {signal_name(SIGINT)}",
             message=message,
         )
         return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]

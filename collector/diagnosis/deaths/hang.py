@@ -14,11 +14,14 @@ from typing import Any
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.stuck_process import (
+    AWAITS_ITEM,
+    AWAITS_LOOP,
     AWAITS_POOL,
     COLLECTIVE,
     STUCK_WAITS,
     Process,
     Series,
+    has_children,
     helpers_compute,
     last_series,
     processes_of,
@@ -61,6 +64,18 @@ _EQUAL_STEPS = Advice(
     "drop_last=True), or `with model.join():` around the loop",
     expected="no rank waits in a collective for one that has left the loop",
 )
+#: Advice on ranks that are all in a collective: at different lines, and at the same line.
+_ONE_ORDER = Advice(
+    text="Call each collective on all ranks and in one order: none in a branch that only some ranks enter, such as "
+    "`if rank == 0`. With TORCH_DISTRIBUTED_DEBUG=DETAIL, an error names the calls that differ",
+    expected="each rank enters the same collective",
+)
+_ONE_SHAPE = Advice(
+    text="Run with TORCH_DISTRIBUTED_DEBUG=DETAIL: an error names calls that differ in the collective or the shape "
+    "of its tensor. If none does, look at the network between the ranks",
+    expected="an error in place of the hang",
+)
+_MOST_PLACES = 4  # ranks whose lines a sentence names
 #: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
 _Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
@@ -111,7 +126,32 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
             found |= _undelivered(life, processes, main, silent[main])
         elif culprit.key not in found and not culprit.is_evaluating:
             found[culprit.key] = culprit, _finding(life, culprit, processes, main, silent, series)
-    return [*found.values()]
+    return _mismatch(life, [*found.values()])
+
+
+def _mismatch(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple[Process, Finding]]:
+    """Return one finding for ranks that are all in collectives: none is missing, so their calls do not match."""
+    ranks = [process for process, _ in found if process.is_in_collective and process.is_stuck]
+    sizes = {whole(event.get("world_size")) for event in life.tables.events_of("process-start")}
+    is_one_missing = len(ranks) < len(found) or sizes != {len(ranks)} or uneven_ranks(life.tables) is not None
+    if len(ranks) < 2 or is_one_missing:
+        return found
+    process, finding = min(found, key=lambda one: one[0].locus.rank or 0)
+    places = [f"rank {one.locus.rank}{one.where}" for one in sorted(ranks, key=lambda one: one.locus.rank or 0)]
+    is_one_line = len({one.frame for one in ranks}) == 1
+    everyone = "Both" if len(ranks) == 2 else f"All {len(ranks)}"
+    standing = "at this line" if is_one_line else f"but not at one line: {', '.join(places[:_MOST_PLACES])}"
+    return [
+        (
+            process,
+            replace(
+                finding,
+                summary=f"{finding.summary} {everyone} ranks stand in a collective, {standing}.",
+                advice=(_ONE_SHAPE if is_one_line else _ONE_ORDER, *finding.advice[1:]),
+                fault=None if is_one_line else "your code",
+            ),
+        )
+    ]
 
 
 def recorded_standstill(tables: RunTables, since_ns: float) -> Standstill | None:
@@ -313,7 +353,10 @@ def _finding(
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
     transfer = culprit.transfer(budget_seconds)
-    is_plain = not transfer and _is_plain(life, culprit, waits, seconds / budget_seconds, series, others_count)
+    lost = _lost_children(life, culprit, series[-1]["time_ns"], seconds)
+    is_alone = bool(lost) and not has_children(culprit, processes.values())
+    patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
+    is_plain = not transfer and _is_plain(life, culprit, patience, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -350,49 +393,70 @@ def _finding(
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
-        found = _with_loss(life, found, culprit, series[-1]["time_ns"], seconds)
+        if lost:
+            found = catalogue.of_lost_process(found, lost, of_pool=culprit.awaits == AWAITS_POOL)
+        else:
+            found = _with_lost_thread(life, found, culprit, series[-1]["time_ns"], seconds)
     return catalogue.of_slow(found, transfer) if transfer else found
 
 
-def _with_loss(life: Lifecycle, hang: Finding, process: Process, until_ns: float, seconds: float) -> Finding:
-    """Return a hang with the process or the thread that has ended and was to deliver what its process waits for."""
+def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns: float, seconds: float) -> Finding:
+    """Return a hang with the thread that has ended and was to deliver what its process waits for."""
     since_ns = until_ns - seconds * SECOND_NS
-    if process.awaits == AWAITS_POOL:
-        lost = _lost_children(life, process.key, since_ns, until_ns)
-        return catalogue.of_lost_process(hang, lost) if lost else hang
     ended = life.tables.events_of("thread-exception", by=process.key)
     ended = [event for event in ended if event["time_ns"] <= until_ns]
     if not ended:
-        return hang
+        return catalogue.of_lone_thread(hang, process.awaits) if process.is_alone else hang
     before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
     when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
     raised = raised_in(ended[-1], process.key)
     return catalogue.of_lost_thread(hang, f"{raised.kind}{raised.site}: {raised.lines[0]}", when)
 
 
-def _lost_children(life: Lifecycle, key: ProcessKey, since_ns: float, until_ns: float) -> list[int]:
-    """Return the pids of the children of a process that ended as its silence began; none if some ended before.
+def _lost_children(life: Lifecycle, process: Process, until_ns: float, seconds: float) -> list[int]:
+    """Return the children that ended as a process began to wait for them; none if some ended before.
 
     A pool with `maxtasksperchild` ends its processes all the time.
     """
-    samples = between(sampled_on(life.tables, key[0]), 0, until_ns)
-    children = samples.loc[floats(samples, "parent_pid") == key[1], "process_pid"].unique()
+    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM):
+        return []
+    host, pid, _ = process.key
+    samples = between(sampled_on(life.tables, host), 0, until_ns)
+    children = samples.loc[floats(samples, "parent_pid") == pid, "process_pid"].unique()
     ended = samples[samples["process_pid"].isin(children) & (floats(samples, "alive") == 0)]
-    if (floats(ended, "time_ns") < since_ns - _AT_ONCE_SECONDS * SECOND_NS).any():
+    since_ns = until_ns - (seconds + _AT_ONCE_SECONDS) * SECOND_NS
+    if (floats(ended, "time_ns") < since_ns).any():
         return []
     return [int(pid) for pid in floats(ended, "process_pid")]
 
 
+def _patience(culprit: Process, waits: str | None, *, is_alone: bool) -> float | None:
+    """Return the budgets after which a process that stands in this wait hangs; None if it may be a long phase.
+
+    Another process fills its queue at its own pace, and so a server sends, unless the process `is_alone`.
+    """
+    if culprit.awaits in (AWAITS_ITEM, AWAITS_LOOP) and not is_alone:
+        return None
+    if culprit.awaits or (waits or "").startswith(STUCK_WAITS):
+        return _LONG_PATIENCE if culprit.has_thread_at_work else 1.0
+    return None
+
+
 def _is_plain(
-    life: Lifecycle, culprit: Process, waits: str | None, budgets: float, series: Series, others_count: int
+    life: Lifecycle,
+    culprit: Process,
+    patience: float | None,
+    budgets: float,
+    series: Series,
+    others_count: int,
 ) -> bool:
     """Return whether a silence of `budgets` times the budget is a hang, not merely a long phase."""
     is_worker = culprit.locus.role == "worker"
     if culprit.is_in_long_phase or budgets < 1 or (culprit.is_busy and not is_worker):
         return False
     is_at_work = culprit.is_busy or helpers_compute(series)
-    if culprit.is_stuck and not is_at_work and (culprit.awaits or (waits or "").startswith(STUCK_WAITS)):
-        return True
+    if culprit.is_stuck and not is_at_work and patience is not None:
+        return budgets >= patience
     if not is_worker and not others_count and not _has_batches_left(life.tables, culprit.key, series):
         return False
     return budgets >= _LONG_PATIENCE and (is_worker or culprit.is_stuck)

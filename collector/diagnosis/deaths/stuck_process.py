@@ -18,8 +18,10 @@ from collector.stacks import (
     ASLEEP,
     AT_LOCK,
     FEEDS_QUEUE,
+    HELPS_QUEUES,
     MAIN_THREAD,
     MAKES_BATCH,
+    ONE_ENDLESS,
     SUSPENDED,
     WAITS_FOR_INDEX,
     Frame,
@@ -42,17 +44,33 @@ _HELPERS_RATIO = 0.05
 COLLECTIVE = "waiting in a collective"
 AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item of a queue"
 AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
+#: The same of a queue of `multiprocessing`, which another process fills.
+AWAITS_ITEM = f"{AWAITS_QUEUE} of another process"
+#: An event loop of asyncio always has one descriptor, by which other threads wake it.
+AWAITS_LOOP = "waiting for an event of its asyncio loop"
+AWAITS_THREADS = "waiting to end until its other threads end"
+#: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
+AWAITS_NOTICE = "waiting for a thread to wake it"
+#: Such waits that only a thread of the same process can end.
+_ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_TASK, AWAITS_NOTICE)
+#: Waits for a thread that itself may wait for something slow.
+_OF_THREADS = (*_ENDED_BY_THREAD, AWAITS_THREAD, AWAITS_THREADS)
 #: A process of `multiprocessing` ends only when its queues have handed over all that it put.
 AWAITS_TAKER = "waiting to end until someone takes what it put in a queue"
 _ENDING = ("_exit_function", "multiprocessing/util.py")
+_TRACKER_PATHS = ("multiprocessing/resource_tracker.py",)
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
 _AWAITED = (
     ("get", _POOL_PATHS, AWAITS_POOL),
     ("next", _POOL_PATHS, AWAITS_POOL),
     ("get", ("/queue.py",), AWAITS_QUEUE),
+    ("get", ("multiprocessing/queues.py", "multiprocess/queues.py"), AWAITS_ITEM),
+    ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
     ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
+    ("wait", ("/threading.py",), AWAITS_NOTICE),
+    ("_run_once", ("asyncio/base_events.py",), AWAITS_LOOP),
 )
 #: Waits that nothing but another thread or a signal can end; they are no work.
 STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
@@ -120,8 +138,12 @@ class Process:
 
     @property
     def where(self) -> str:
-        """The end of a sentence: ` in load, dataset.py:41`."""
-        return f" in {_place_words(self.frame)}" if self.frame is not None else ""
+        """The end of a sentence: ` in load, dataset.py:41`; a library that sleeps is named before it."""
+        if self.frame is None or self._telling_stack is None:
+            return ""
+        innermost, place = self._telling_stack.frames[0], f" in {_place_words(self.frame)}"
+        is_in_library = self.waits == ASLEEP and innermost != self.frame
+        return f" in {innermost.full_name}, called{place}" if is_in_library else place
 
     @property
     def stands_in_own_code(self) -> bool:
@@ -153,13 +175,34 @@ class Process:
         return awaited
 
     @property
+    def is_alone(self) -> bool:
+        """True if it waits for what only a thread of its own can deliver, and has no other thread than helpers.
+
+        The same holds for an event loop that has no connection, pipe, child or timer.
+        """
+        others = (stack for stack in self.threads if stack.thread != MAIN_THREAD)
+        is_idle_loop = (
+            self.awaits == AWAITS_LOOP and self.main is not None and ONE_ENDLESS in (self.main.waits or "")
+        )
+        needs_thread = self.awaits in _ENDED_BY_THREAD or is_idle_loop
+        return needs_thread and all(stack.activity in HELPS_QUEUES for stack in others)
+
+    @property
+    def has_thread_at_work(self) -> bool:
+        """True if the main thread is at a lock, or waits for a thread, and one in the user's code is at no lock."""
+        others = (stack for stack in self.threads if stack.thread != MAIN_THREAD)
+        at_work = (any(frame.is_own for frame in stack.frames) and not stack.is_at_lock for stack in others)
+        return (self.is_at_lock or self.awaits in _OF_THREADS) and any(at_work)
+
+    @property
     def other_threads(self) -> str:
         """A sentence on the user's own lines in which its other threads stand, with a blank before it."""
         places = []
         for stack in self.threads:
             frame = next((frame for frame in stack.frames if frame.is_own), None)
             if frame is not None and stack.thread != MAIN_THREAD:
-                places.append(f"{stack.thread} stands in {_place_words(frame)}")
+                state = "" if stack.waits is None or stack.is_at_lock else f", {stack.waits},"
+                places.append(f"{stack.thread}{state} stands in {_place_words(frame)}")
         return f" {' and '.join(places[:_MOST_THREADS])}." if places else ""
 
     @property
@@ -320,6 +363,12 @@ def helpers_compute(series: Series) -> bool:
     wall_seconds = (series[-1]["time_ns"] - series[0]["time_ns"]) / 1e9
     used_seconds = series[-1]["helpers_cpu_seconds"] - series[0]["helpers_cpu_seconds"]
     return bool(wall_seconds > 0 and used_seconds / wall_seconds > _HELPERS_RATIO)
+
+
+def has_children(parent: Process, processes: Iterable[Process]) -> bool:
+    """Return whether a process has children that run code of its own: not workers, nor a helper of Python."""
+    children = (one for one in processes if one.parent_pid == parent.key[1] and one.locus.role == "other")
+    return any(one.main is None or not one.main.is_in(_TRACKER_PATHS) for one in children)
 
 
 def stuck_child(parent: Process, processes: Iterable[Process]) -> Process | None:

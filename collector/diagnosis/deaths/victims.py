@@ -85,10 +85,13 @@ def main_victim(life: Lifecycle, key: ProcessKey, signal: int | None) -> Victim:
         evidence.append(fact("exception", str(life.exceptions[key].get("type")), "uncaught"))
     if life.is_dead(key):
         evidence.append(fact("alive", 0, "at the time of reading", unit="bool"))
-    rank = rank_of(life.tables, key)
+    rank, name = rank_of(life.tables, key), life.name(key)
+    went_on = " The command went on, and ended with exit status 0." if life.exit_status == 0 else ""
+    if key not in life.mains and life.trained_to_the_end:
+        went_on = " The training ended by itself."
     last_seen_ns, gone_ns = end_of(life.tables, key[0], key[1], key)
     return Victim(
-        what=life.name(key) if rank is None else f"{life.name(key).removesuffix(')')}, rank {rank})",
+        what=name if rank is None or len(life.mains) > 1 else f"{name.removesuffix(')')}, rank {rank})",
         locus=Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1]),
         main=key,
         key=key,
@@ -96,7 +99,7 @@ def main_victim(life: Lifecycle, key: ProcessKey, signal: int | None) -> Victim:
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
         since_step=last_step(life.tables, key),
-        went_on=" The command went on, and ended with exit status 0." if life.exit_status == 0 else "",
+        went_on=went_on,
         evidence=(*evidence, *last_memory(life.tables, key)),
     )
 

@@ -265,12 +265,17 @@ def _waits_for(loop: Loop, rows: pd.DataFrame) -> str | None:
 
 
 def _storage_explains(rows: pd.DataFrame) -> bool:
-    """Return whether slow storage would need half the blocked time for the bytes and pages that were read."""
-    bytes_read = np.nan_to_num(mean(floats(rows, "storage_bytes")))
-    faults = np.nan_to_num(mean(floats(rows, "major_fault_count")))
+    """Return whether slow storage would need half the blocked time for the bytes and pages that were read.
+
+    It explains no more of a fetch than that was blocked: a worker's first one reads libraries too.
+    """
+    bytes_read, faults, blocked = (
+        np.nan_to_num(floats(rows, name)) for name in ("storage_bytes", "major_fault_count", "blocked_ns")
+    )
     requests = faults + np.ceil(bytes_read / _READ_AHEAD_BYTES)
     needed = requests * _REQUEST_SECONDS + bytes_read / _STORAGE_RATE
-    return bool(needed >= _STORAGE_SHARE * mean(floats(rows, "blocked_ns")) / SECOND_NS)
+    explained = np.minimum(needed, blocked / SECOND_NS)
+    return bool(explained.sum() >= _STORAGE_SHARE * blocked.sum() / SECOND_NS)
 
 
 def _pressure(loop: Loop, rows: pd.DataFrame) -> float:

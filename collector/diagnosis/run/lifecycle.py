@@ -20,11 +20,12 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, key_of, origin_ns, sampled, whole
-from collector.diagnosis.run.processes import rank_of
+from collector.diagnosis.run.processes import rank_of, signal_name
 from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import Locus
 from collector.store import ProcessKey
+from collector.units import number
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER, ROLES
 
 Status = Literal["running", "finished", "failed", "killed"]
@@ -195,6 +196,12 @@ class Lifecycle:
         """Training processes that recorded their exit, at the end of the interpreter."""
         return frozenset(map(writer_of, self.tables.events_of("process-exit")))
 
+    @property
+    def trained_to_the_end(self) -> bool:
+        """True if there were training processes, and each of them ended by itself, without an exception."""
+        ended_normally = self.recorded_exits.issuperset(self.mains) and not self.exceptions.keys() & set(self.mains)
+        return bool(self.mains) and ended_normally
+
     def is_dead(self, key: ProcessKey) -> bool:
         """Return whether the process is known to have ended."""
         if self.tables.living is not None:
@@ -212,9 +219,8 @@ class Lifecycle:
         A positive status is no signal where the training itself chose it: it is the command, or ended normally. The
         same holds for a command with the hooks that had not begun to train.
         """
-        ended_normally = self.recorded_exits.issuperset(self.mains) and not self.exceptions.keys() & set(self.mains)
         is_own_status = self.command in self.mains or (
-            ended_normally if self.mains else self.command in self.with_torch
+            self.trained_to_the_end if self.mains else self.command in self.with_torch
         )
         return None if is_own_status and (self.exit_status or 0) > 0 else signal_of(self.exit_status)
 
@@ -256,7 +262,8 @@ class Lifecycle:
                 killed[key] = signal_of(exit_codes[key[1]])
             elif not exit_codes and self._ended_abruptly(key):
                 killed[key] = self._signal_from_command(key)
-        if self.command is not None and self.fatal_signal is not None and not (killed or self.mains):
+        is_command_alone = not killed and (self.trained_to_the_end or not self.mains)
+        if self.command is not None and self.fatal_signal is not None and is_command_alone:
             killed[self.command] = self.fatal_signal
         if not killed:  # then a launcher's own signal is the first one
             raised = ((key, signal_raised(event)) for key, event in self.exceptions_above.items())
@@ -403,6 +410,11 @@ def signal_of(exit_status: int | None) -> int | None:
 def signal_of_child(exit_code: int | None) -> int | None:
     """Return the signal that ended a child, from the code that its parent waited for; a positive one is its own."""
     return -exit_code if exit_code is not None and exit_code < 0 else None
+
+
+def end_words(exit_code: int | None) -> str:
+    """Return how a child ended: `SIGKILL`, or `exit status 1`."""
+    return signal_name(signal_of_child(exit_code)) or f"exit status {number(exit_code)}"
 
 
 def signal_raised(exception: Mapping[str, Any]) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -11,8 +13,8 @@ import threading
 
 import pytest
 
-from collector.agent.samplers.wait_targets import wait_target
-from collector.stacks import FULL_PIPE
+from collector.agent.samplers.wait_targets import own_wait, wait_target
+from collector.stacks import FULL_PIPE, ONE_ENDLESS
 from tests.conftest import wait_for
 
 PID = os.getpid()
@@ -85,6 +87,28 @@ def test_a_thread_that_waits_for_no_descriptor_has_no_target(thread):
     sleeper = thread(event.wait)
     assert wait_target("/proc", PID, sleeper) is None
     event.set()
+
+
+@pytest.mark.parametrize(("way", "shown"), [("idle", ONE_ENDLESS), ("timer", None), ("pipe", None)])
+def test_an_event_loop_is_shown_that_nothing_but_a_thread_can_wake(thread, way, shown):
+    loop = asyncio.new_event_loop()
+    if way == "timer":
+        loop.call_later(60, print)
+    reader, writer = os.pipe()
+    if way == "pipe":
+        loop.add_reader(reader, print)
+
+    def run():
+        with contextlib.closing(loop):
+            loop.run_forever()
+
+    running = thread(run)
+    wait_for(lambda: own_wait("/proc", PID, running) == "waiting for a pipe or socket", "the loop")
+    assert wait_target("/proc", PID, running) == shown
+    loop.call_soon_threadsafe(loop.stop)
+    wait_for(loop.is_closed, "the end of the loop")
+    os.close(writer)
+    os.close(reader)
 
 
 def test_a_process_that_may_not_be_read_has_no_target(tmp_path):

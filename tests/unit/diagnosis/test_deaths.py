@@ -125,6 +125,27 @@ def test_status_that_was_given_to_sys_exit_names_the_line():
     assert found.summary.endswith("called sys.exit at train.py:12, in main: exit status 3.")
 
 
+@pytest.mark.parametrize(
+    ("handled", "kind", "severity", "told"),
+    [
+        ("KeyboardInterrupt: ", "killed", "info", "ended by SIGINT."),
+        (
+            "OSError: disk gone",
+            "crashed",
+            "critical",
+            "at train.py:12, in main: exit status 1 (while it handled OSError: disk gone).",
+        ),
+    ],
+)
+def test_exit_within_the_handler_of_an_exception_is_told_with_it(handled, kind, severity, told):
+    script = end_workers(training())
+    event = {"message": "exit status 1", "status": 1, "site": "/my/train.py:12, in main", "handled": handled}
+    script.event(script.now_seconds, "exit-message", **event)
+    (found,) = [one for one in diagnose(end_run(end_training(script), 1).tables()).findings if one.kind in DEATHS]
+    assert (found.kind, found.severity) == (kind, severity)
+    assert found.summary.endswith(told)
+
+
 @pytest.mark.parametrize(("signal", "limit"), [(24, "ulimit -t"), (25, "ulimit -f")])
 def test_signal_of_a_limit_of_the_process_names_the_limit(signal, limit):
     (found,) = [
@@ -305,8 +326,16 @@ def test_a_fault_in_native_code_is_a_crash_with_advice_for_its_signal(signal, fi
     script = end_run(end_workers(training(), reason="parent-gone"), -signal)
     assert deaths(script) == [("crashed", "main", None, "critical")]
     found = diagnose(script.tables()).findings[0]
-    assert Signals(signal).name in found.summary
+    assert f"ended by {Signals(signal).name}." in found.summary
     assert found.advice[0].text.startswith(first)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_fault_after_the_end_of_the_script_is_told_so(raised):
+    script = end_workers(training())
+    script = end_run(end_training(exception(script, "KeyError") if raised else script), -11)
+    summaries = [found.summary for found in diagnose(script.tables()).findings if found.kind == "crashed"]
+    assert any("SIGSEGV while its interpreter shut down, after the end" in one for one in summaries) != raised
 
 
 def test_command_killed_before_any_loader_is_a_victim():
@@ -332,6 +361,8 @@ def test_torchrun_names_the_rank_that_was_killed_first():
     end_run(script, 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("killed", 1, 201)]
+    (found,) = [one for one in diagnose(script.tables()).findings if one.kind == "killed"]
+    assert found.summary.startswith("Rank 1 (pid 201) ended by SIGKILL")
 
 
 def test_workers_of_a_finished_epoch_are_no_victims():
@@ -384,6 +415,19 @@ ValueError: the loss is no number:
     found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("crashed", 1, 201)]
     assert "ended with ValueError at train.py:9, in step: the loss is no number:" in found[0].summary
+
+
+@pytest.mark.parametrize(("exit_status", "severity"), [(-9, "warning"), (-15, "warning"), (-2, "info")])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_launcher_that_is_killed_while_its_training_goes_on_to_the_end(exit_status, severity, is_complete):
+    script, launcher = ranks()
+    end_run(script, exit_status)
+    for rank in range(1 + is_complete):
+        script.event(START_SECONDS + 60, "process-exit", ("node", 200 + rank, 8000), rank, lost_count=0)
+    found = [one for one in diagnose(script.tables()).findings if one.kind == "killed"]
+    assert ([(one.locus.pid, one.severity) for one in found] == [(launcher[1], severity)]) == is_complete
+    if is_complete:
+        assert found[0].summary.endswith(f"ended by {Signals(-exit_status).name}. The training ended by itself.")
 
 
 def test_a_signal_that_the_launcher_raises_as_an_exception_is_no_crash():

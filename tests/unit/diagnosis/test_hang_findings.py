@@ -25,6 +25,7 @@ from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.deaths.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding, Locus, measurements
+from collector.stacks import FULL_PIPE
 
 WAITING = process(MAIN, FOR_A_BATCH, POLL)
 IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
@@ -239,6 +240,12 @@ def test_of_workers_at_work_the_one_that_may_hold_the_lock_is_the_culprit():
     assert only(stacks(training(), WAITING, at_lock, slow, budgets=4.1)).severity == "critical"
 
 
+def test_training_that_writes_to_a_full_pipe_is_told_to_read_it():
+    finding = only(stacks(training(), process(MAIN, IN_MAIN, FULL_PIPE), budgets=4.1))
+    assert "it is waiting for a full pipe in save, train.py:35." in finding.summary
+    assert finding.advice[0].text.startswith("Let something read what that line writes")
+
+
 def test_compilation_never_counts_as_a_hang():
     compiling = [["wait", f"{LIBRARY}/threading.py", 1], ["compile_fx", f"{TORCH}/_inductor/compile_fx.py", 1]]
     assert only(stacks(training(), process(MAIN, compiling, LOCK), budgets=20)).severity == "info"
@@ -256,6 +263,43 @@ def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
     assert "save, train.py:35" in finding.summary
     assert "1 other rank waits for it" in finding.summary
     assert "join()" in finding.advice[-1].text
+
+
+IN_BARRIER = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", "/home/me/train.py", 35]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "size", "told", "begin"),
+    [
+        (
+            IN_BARRIER,
+            2,
+            "but not at one line: rank 0 in main, train.py:30, rank 1 in main, train.py:35.",
+            "Call each",
+        ),
+        (
+            IN_BACKWARD,
+            2,
+            "Both ranks stand in a collective, at this line.",
+            "Run with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        ),
+        (IN_BARRIER, 4, None, "Find the rank that has not entered it"),
+    ],
+)
+def test_ranks_that_are_all_in_collectives_miss_none(frames, size, told, begin):
+    script = stacks(
+        two_ranks(),
+        process(MAIN, IN_BACKWARD, LOCK),
+        process(OTHER_RANK, frames, LOCK),
+        silent=(MAIN, OTHER_RANK),
+    )
+    for event in script.events:
+        if event["kind"] == "process-start":
+            event["world_size"] = size
+    findings = find_hangs(script.tables())
+    assert [finding.locus.rank for finding in findings] == ([0] if told else [0, 1])
+    assert findings[0].advice[0].text.startswith(begin)
+    assert told is None or told in findings[0].summary
 
 
 def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():

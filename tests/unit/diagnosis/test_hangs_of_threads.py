@@ -7,12 +7,17 @@ import pytest
 from hanging_trainings import only, stacks, training
 from simulated_runs import MAIN, MIB, START_SECONDS, sample_process
 from stack_events import (
+    FOR_A_BATCH,
+    IN_A_SAMPLE,
     IN_MAIN,
     LIBRARY,
     LOCK,
+    POLL,
+    WORKERS,
     process,
 )
 
+from collector.stacks import ONE_ENDLESS
 from training_harness.records import ROLE_OTHER
 
 AT_A_POOL = [
@@ -22,16 +27,27 @@ AT_A_POOL = [
 ]
 
 
+AT_A_QUEUE = [
+    ["Connection._recv", f"{LIBRARY}/multiprocessing/connection.py", 395],
+    ["Queue.get", f"{LIBRARY}/multiprocessing/queues.py", 103],
+    ["main", "/home/me/train.py", 33],
+]
+CHILD = ("node", 3000, 9000)
+
+
+def with_child_ended(script, ends_at):
+    """Add a child of the training process that ends that many seconds after its start."""
+    seconds = [START_SECONDS + second for second in (1.0, 2.0, ends_at)]
+    held = np.full(3, MIB)
+    alive, parents = np.array([1, 1, 0]), np.array([MAIN[1], MAIN[1], np.nan])
+    sample_process(script, seconds, CHILD, ROLE_OTHER, private=held, rss=held, alive=alive, parent_pid=parents)
+    return script
+
+
 @pytest.mark.parametrize("ends_at", [None, 21.0, 4.0])
 def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
     """The silence began after 21 s; a process that ended long before was replaced, and nothing was lost."""
-    script = stacks(training(), process(MAIN, AT_A_POOL, LOCK))
-    seconds = [START_SECONDS + second for second in (1.0, 2.0, ends_at or 55.0)]
-    alive = np.array([1, 1, 0])
-    parents = np.array([MAIN[1], MAIN[1], np.nan])
-    held = np.full(3, MIB)
-    child = ("node", 3000, 9000)
-    sample_process(script, seconds, child, ROLE_OTHER, private=held, rss=held, alive=alive, parent_pid=parents)
+    script = with_child_ended(stacks(training(), process(MAIN, AT_A_POOL, LOCK)), ends_at or 55.0)
     finding = only(script)
     assert finding.severity == "critical"
     assert "it is waiting for a process pool in main, train.py:33" in finding.summary
@@ -47,6 +63,7 @@ def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
         ("Queue.get", "queue.py", "waiting for an item of a queue"),
         ("Thread.join", "threading.py", "waiting for the end of a thread"),
         ("Future.result", "concurrent/futures/_base.py", "waiting for the result of a task"),
+        ("Event.wait", "threading.py", "waiting for a thread to wake it"),
     ],
 )
 @pytest.mark.parametrize("ended", [True, False])
@@ -67,14 +84,123 @@ def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, p
     assert (told in finding.summary) == ended
     assert finding.advice[0].text.startswith("Hand the exceptions") == ended
     assert "forkserver" not in finding.advice[0].text
+    assert ("no other Python thread" in finding.summary) == (not ended and call != "Thread.join")
+
+
+def with_thread(script, name, frames, waits=LOCK):
+    for event in script.events:
+        if event["kind"] == "stacks":
+            event["processes"][0]["threads"].append({"thread": name, "waits": waits, "frames": frames})
+    return script
+
+
+@pytest.mark.parametrize("thread", ["loader", "QueueFeederThread"])
+def test_wait_for_a_condition_is_not_taken_for_a_lock(thread):
+    """The helper of a queue can't end the wait, the user's own thread can."""
+    waiting = [["Condition.wait", f"{LIBRARY}/threading.py", 327], ["Buffer.get", "/home/me/train.py", 10]]
+    other = ["load", "/home/me/train.py", 14]
+    if thread != "loader":
+        other = ["Queue._feed", f"{LIBRARY}/multiprocessing/queues.py", 231]
+    finding = only(with_thread(stacks(training(), process(MAIN, waiting, LOCK)), thread, [other]))
+    assert finding.severity == "critical"
+    assert "it is waiting for a thread to wake it in Buffer.get, train.py:10." in finding.summary
+    assert ("no other Python thread" in finding.summary) == (thread != "loader")
+    begin = "Find the thread that should call `notify`" if thread == "loader" else "Let the thread that should end"
+    assert finding.advice[0].text.startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "others", "severity"), [(21.0, 0, "critical"), (21.0, 1, "info"), (55.0, 0, "info")]
+)
+def test_queue_of_a_process_that_has_ended(ends_at, others, severity):
+    """Another process fills its queue at its own pace, unless all of them have ended."""
+    living = [process(("node", 3001 + k, 9001), AT_A_QUEUE, "asleep", parent=MAIN[1]) for k in range(others)]
+    script = with_child_ended(stacks(training(), process(MAIN, AT_A_QUEUE, "waiting for a pipe"), *living), ends_at)
+    finding = only(script)
+    assert finding.severity == severity
+    assert "it is waiting for an item of a queue of another process in main, train.py:33" in finding.summary
+    assert ("child process (pid 3000) ended just then, and a queue" in finding.summary) == (ends_at == 21.0)
+    assert finding.advice[0].text.startswith("Find out what ended" if ends_at == 21.0 else "Find the thread or")
+
+
+@pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
+def test_thread_that_waits_for_a_server_is_given_the_patience_for_servers(budgets, severity):
+    waiting = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["main", "/home/me/train.py", 33]]
+    script = stacks(training(), process(MAIN, waiting, LOCK), budgets=budgets)
+    acting = [["act", "/home/me/train.py", 14]]
+    finding = only(with_thread(script, "actor", acting, "waiting for the network"))
+    assert finding.severity == severity
+    assert "actor, waiting for the network, stands in act, train.py:14." in finding.summary
+
+
+def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_that_it_has_none():
+    waiting = [
+        ["Condition.wait", f"{LIBRARY}/threading.py", 327],
+        ["Future.result", f"{LIBRARY}/concurrent/futures/_base.py", 451],
+        *IN_A_SAMPLE,
+    ]
+    script = stacks(
+        training(), process(WORKERS[0], waiting, LOCK, parent=MAIN[1]), process(MAIN, FOR_A_BATCH, POLL)
+    )
+    finding = only(script)
+    assert finding.locus.worker == 0
+    assert "no other Python thread" in finding.summary
+    assert finding.advice[0].text.startswith("Start that thread in the worker")
+
+
+@pytest.mark.parametrize(
+    ("waits", "told"),
+    [
+        ("asleep", "it is asleep in filelock._api.FileLock._poll, called in Files.__getitem__, dataset.py:41;"),
+        (POLL, f"it is {POLL} in Files.__getitem__, dataset.py:41;"),
+    ],
+)
+def test_library_that_sleeps_and_tries_again_is_named(waits, told):
+    waiting = [["FileLock._poll", f"{LIBRARY}/site-packages/filelock/_api.py", 434], *IN_A_SAMPLE]
+    finding = only(
+        stacks(
+            training(),
+            process(WORKERS[0], waiting, waits, parent=MAIN[1]),
+            process(MAIN, FOR_A_BATCH, POLL),
+            budgets=4.1,
+        )
+    )
+    assert told in finding.summary
+
+
+LOOP_IS_IDLE = f"{POLL} ({ONE_ENDLESS})"
+
+
+@pytest.mark.parametrize("waits", [LOOP_IS_IDLE, POLL])
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_event_loop_that_nothing_can_wake_is_a_hang(waits, has_thread):
+    """It may wait for a server or for a thread of an executor, unless it has neither."""
+    waiting = [
+        ["EpollSelector.select", f"{LIBRARY}/selectors.py", 468],
+        ["BaseEventLoop._run_once", f"{LIBRARY}/asyncio/base_events.py", 1898],
+        ["main", "/home/me/train.py", 33],
+    ]
+    script = stacks(training(), process(MAIN, waiting, waits))
+    if has_thread:
+        script = with_thread(script, "asyncio_0", [["_worker", f"{LIBRARY}/concurrent/futures/thread.py", 81]])
+    finding, nothing_wakes_it = only(script), waits == LOOP_IS_IDLE and not has_thread
+    assert "it is waiting for an event of its asyncio loop in main, train.py:33" in finding.summary
+    assert finding.severity == ("critical" if nothing_wakes_it else "info")
+    assert ("no other Python thread could wake it" in finding.summary) == nothing_wakes_it
+    assert finding.advice[0].text.startswith("Await every task")
+
+
+def test_training_that_ended_but_not_its_thread_is_told_which():
+    shutdown = [["_shutdown", f"{LIBRARY}/threading.py", 1590]]
+    sending = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["upload", "/home/me/train.py", 7]]
+    finding = only(with_thread(stacks(training(), process(MAIN, shutdown, LOCK)), "uploader", sending))
+    assert "it is waiting to end until its other threads end" in finding.summary
+    assert "uploader stands in upload, train.py:7." in finding.summary
+    assert finding.advice[0].text.startswith("Tell those threads to end")
 
 
 def test_training_at_a_lock_is_told_where_its_other_threads_stand():
-    script = stacks(training(), process(MAIN, IN_MAIN, LOCK))
     saving = [["saver", "/home/me/train.py", 9], ["Thread.run", f"{LIBRARY}/threading.py", 1]]
-    for event in script.events:
-        if event["kind"] == "stacks":
-            event["processes"][0]["threads"].append({"thread": "Thread-1 (saver)", "waits": LOCK, "frames": saving})
-    finding = only(script)
+    finding = only(with_thread(stacks(training(), process(MAIN, IN_MAIN, LOCK)), "Thread-1 (saver)", saving))
     assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
     assert finding.advice[0].text.startswith("Find the thread that holds the lock")

@@ -170,6 +170,16 @@ def test_run_is_running_while_a_process_left_behind_lives():
     assert diagnose(script.tables()).status == "finished"
 
 
+@pytest.mark.parametrize(("exit_status", "words"), [(-9, "SIGKILL"), (3, "exit status 3")])
+def test_end_of_the_command_is_told_beside_a_process_left_behind(exit_status, words):
+    script = finish(program(np.zeros(60)), exit_status=exit_status)
+    left = [{"pid": 777, "start_ticks": 7, "argv": ["python", "train.py"], "is_python": True}]
+    script.event(START_SECONDS + 99, "left-running", COLLECTOR, processes=left)
+    script.living = frozenset({("node", 777, 7)})
+    told = f"The command ended ({words}), and 1 of the processes that it started still runs"
+    assert [found for found in diagnose(script.tables()).findings if found.summary.startswith(told)]
+
+
 def test_workers_that_are_still_leaving_a_killed_training_are_not_mentioned():
     script = simulate(workers=2, prefetch=2, service=jittered(0.1), consumer=jittered(0.1), batches=50)
     script.event(script.now_seconds, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=-9)

@@ -94,6 +94,13 @@ def test_reads_from_storage_are_io_and_from_the_page_cache_are_not():
     assert slow(major_fault_count=20).limited_by == "io", "mapped files come by page faults"
 
 
+def test_storage_explains_only_the_fetches_that_read_from_it():
+    """One fetch may import a library of many megabytes."""
+    reads = np.zeros(50)
+    reads[20] = 200_000_000
+    assert slow(storage_bytes=reads).limited_by is None
+
+
 def test_few_bytes_from_storage_do_not_explain_a_long_wait():
     assert slow("futex_do_wait", storage_bytes=4096).limited_by is None
 

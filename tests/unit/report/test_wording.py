@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from collector.diagnosis.ending import ExitRecord
 from collector.findings import Eta, Finding, Locus, Rate, measurements
 from collector.report import wording
 from collector.report.comparison import Measure, words
@@ -88,3 +89,8 @@ def test_no_change_is_never_a_negative_zero():
     assert words(share(0.28), share(0.31)) == "28% (-3.0 points)"
     steps = [Measure(label="Steps", value=value, unit="count") for value in (99_999, 100_000)]
     assert words(*steps) == "99,999 (+0.0%)"
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 other training process"), (3, "3 other training processes")])
+def test_followers_are_counted(count, words):
+    assert ("Followed", words) in wording.exit_record(ExitRecord(reason="killed", followers_count=count))
