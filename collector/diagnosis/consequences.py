@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_LEAK
+from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
 
@@ -122,20 +123,23 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
 
 
 def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
-    """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
+    """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked.
+
+    Where the exception came from a worker, the memory was refused to that.
+    """
     is_refused = death.kind == "crashed" and death.value_of("memory_available_bytes") is not None
     if death.kind != "host-oom-kill" and not is_refused:
         return death
-    at = death.locus
+    at, process = death.locus, "this process"
     places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
-    leaks = [
-        finding
-        for finding in findings
-        if finding.locus in places and finding.group == "memory leak" and finding.severity != "info"
-    ]
+    leaks = [leak for leak in findings if leak.locus in places]
+    if is_refused and any(item.window == LAST_OF_WORKER for item in death.evidence):
+        process = "the worker"
+        leaks = [leak for leak in findings if leak.kind == "worker-heap-leak" and leak.locus.rank == at.rank]
+    leaks = [leak for leak in leaks if leak.group == "memory leak" and leak.severity != "info"]
     if not leaks:
         return death
-    fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind))
+    fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
     rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
 

@@ -37,6 +37,8 @@ _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
     SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
 }
+#: Window of the memory of the worker whose exception ended its training.
+LAST_OF_WORKER = "last sample of the worker"
 #: Longest text that quotes a message.
 _QUOTED_CHARACTERS = 300
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
@@ -190,8 +192,8 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
     worker = Workers(life).raiser(error.process, str(event.get("message")))
-    of_worker = "" if worker is None else " of the worker"
-    memory = last_memory(life.tables, worker or error.process, event["time_ns"], f"last sample{of_worker}")
+    window = "last sample" if worker is None else LAST_OF_WORKER
+    memory = last_memory(life.tables, worker or error.process, event["time_ns"], window)
     finding = catalogue.EXCEPTION.finding(
         locus=life.locus(error.process) if victim is None else victim.locus,
         since_step=last_step(life.tables, error.process if victim is None else victim.main),
