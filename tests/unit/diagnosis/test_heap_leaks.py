@@ -95,6 +95,22 @@ def test_a_leak_by_threads_that_never_end_names_them(threads, names):
     assert (100 < (leak.value_of("thread_rise_count") or 0) <= 200) == names
 
 
+@pytest.mark.parametrize(("threads", "found"), [(200 * RAMP, ["main-heap-leak"]), (FLAT, [])])
+def test_small_growth_is_a_leak_where_threads_never_end(threads, found):
+    script, held = training(), (300 + 10 * RAMP) * MIB
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, thread_count=np.round(8 + threads))
+    assert kinds(sample_host(script, SECONDS, demand=held, total=10**14)) == found
+
+
+@pytest.mark.parametrize(("free", "in_all"), [(300 * RAMP, True), (50 * RAMP, False)])
+def test_a_leak_says_how_much_freed_memory_lies_between_what_stays(free, in_all):
+    """A kept graph is small; the freed activations around it are not given back."""
+    [leak] = findings_of(memory(training(), main=100 * RAMP + free, free=free, total=10**14))
+    assert leak.rate.value == pytest.approx(100 / 60 * MIB, rel=0.1)
+    assert ("freed memory" in leak.summary and "MiB in all" in leak.summary) == in_all
+    assert ((leak.value_of("freed_rise_bytes") or 0) > 150 * MIB) == in_all
+
+
 @pytest.mark.parametrize(
     ("key", "role", "kind"),
     [
