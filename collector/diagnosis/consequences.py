@@ -34,8 +34,9 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
     dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
     or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
-    stay. A forecast of growth by what the optimizers keep becomes information. A loader with a worker
-    that hangs is not healthy.
+    stay. So does /dev/shm that no process is seen to map, where workers of kept iterators live: a forked worker
+    holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information. A
+    loader with a worker that hangs is not healthy.
     """
     if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
         return None
@@ -52,6 +53,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return _consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU")
     if cause := _keeper(findings, finding):
         return _consequence(finding, cause, "what the training process keeps")
+    if finding.kind in _OF_SHARED_MEMORY and finding.locus.pid is None and _keeps_workers(findings, finding):
+        return _consequence(finding, "fd-leak", "the workers of kept iterators, which hold what they inherited")
     if _ends_with_optimizers(findings, finding):
         told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
         return replace(finding, severity="info", summary=told)
@@ -88,6 +91,12 @@ def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
             if cause.severity != "info" and is_of_batches:
                 return kind
     return None
+
+
+def _keeps_workers(findings: list[Finding], like: Finding) -> bool:
+    """Return whether a training process on the same host keeps workers of earlier iterators."""
+    leaks = (finding for finding in findings if finding.kind == "fd-leak" and finding.locus.host == like.locus.host)
+    return any(leak.value_of("kept_workers_count") is not None for leak in leaks)
 
 
 def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:
@@ -135,7 +144,8 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     leaks = [leak for leak in findings if leak.locus in places]
     if is_refused and any(item.window == LAST_OF_WORKER for item in death.evidence):
         process = "the worker"
-        leaks = [leak for leak in findings if leak.kind == "worker-heap-leak" and leak.locus.rank == at.rank]
+        of_training = (leak for leak in findings if (leak.locus.host, leak.locus.rank) == (at.host, at.rank))
+        leaks = [leak for leak in of_training if leak.kind == "worker-heap-leak"]
     leaks = [leak for leak in leaks if leak.group == "memory leak" and leak.severity != "info"]
     if not leaks:
         return death
