@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_LEAK
+from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
 
@@ -33,8 +34,9 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
     dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
     or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
-    stay. A forecast of growth by what the optimizers keep becomes information. A loader with a worker
-    that hangs is not healthy.
+    stay. So does /dev/shm that no process is seen to map, where workers of kept iterators live: a forked worker
+    holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information. A
+    loader with a worker that hangs is not healthy.
     """
     if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
         return None
@@ -51,6 +53,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return _consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU")
     if cause := _keeper(findings, finding):
         return _consequence(finding, cause, "what the training process keeps")
+    if finding.kind in _OF_SHARED_MEMORY and finding.locus.pid is None and _keeps_workers(findings, finding):
+        return _consequence(finding, "fd-leak", "the workers of kept iterators, which hold what they inherited")
     if _ends_with_optimizers(findings, finding):
         told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
         return replace(finding, severity="info", summary=told)
@@ -89,6 +93,12 @@ def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
     return None
 
 
+def _keeps_workers(findings: list[Finding], like: Finding) -> bool:
+    """Return whether a training process on the same host keeps workers of earlier iterators."""
+    leaks = (finding for finding in findings if finding.kind == "fd-leak" and finding.locus.host == like.locus.host)
+    return any(leak.value_of("kept_workers_count") is not None for leak in leaks)
+
+
 def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:
     """Return whether a forecast is of growth that ends when each parameter has its gradient and state."""
     if risk.kind not in ("gpu-oom-risk", "host-oom-risk") or risk.rate is None:
@@ -122,20 +132,24 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
 
 
 def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
-    """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked."""
+    """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked.
+
+    Where the exception came from a worker, the memory was refused to that.
+    """
     is_refused = death.kind == "crashed" and death.value_of("memory_available_bytes") is not None
     if death.kind != "host-oom-kill" and not is_refused:
         return death
-    at = death.locus
+    at, process = death.locus, "this process"
     places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
-    leaks = [
-        finding
-        for finding in findings
-        if finding.locus in places and finding.group == "memory leak" and finding.severity != "info"
-    ]
+    leaks = [leak for leak in findings if leak.locus in places]
+    if is_refused and any(item.window == LAST_OF_WORKER for item in death.evidence):
+        process = "the worker"
+        of_training = (leak for leak in findings if (leak.locus.host, leak.locus.rank) == (at.host, at.rank))
+        leaks = [leak for leak in of_training if leak.kind == "worker-heap-leak"]
+    leaks = [leak for leak in leaks if leak.group == "memory leak" and leak.severity != "info"]
     if not leaks:
         return death
-    fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind))
+    fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
     rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
 

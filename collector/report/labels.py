@@ -81,7 +81,7 @@ LABELS = {
     "memory_full_pressure_ratio": "time when all waited for memory",
     "in_use_rise_bytes": "growth of memory in use",
     "resident_rise_bytes": "growth of memory",
-    "private_dirty_rise_bytes": "growth of private dirty memory",
+    "private_dirty_rise_bytes": "growth of private memory in use",
     "rss_rise_bytes": "growth of RSS",
     "main_rss_rise_bytes": "growth of the training process's RSS",
     "worker_rss_rise_bytes": "growth of the workers' RSS",

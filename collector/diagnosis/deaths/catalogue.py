@@ -291,7 +291,7 @@ def of_slow(hang: Finding, transfer: str) -> Finding:
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 #: Advice on a process that the kernel killed for lack of memory, if it leaked.
-FIX_LEAK = Advice(text="Fix {kind} first: this process grew until its end", expected="its growth stops")
+FIX_LEAK = Advice(text="Fix {kind} first: {process} grew until its end", expected="its growth stops")
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(
     text="Find what the training process keeps from step to step: batches, outputs or losses in a list, a cache "

@@ -65,6 +65,8 @@ _LIMITS_MET: Mapping[int | None, Death] = {
         (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
     )
 }
+#: Window of the memory of the worker whose exception ended its training.
+LAST_OF_WORKER = "last sample of the worker"
 #: Longest text that quotes a message.
 _QUOTED_CHARACTERS = 300
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
@@ -219,8 +221,8 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     if life.exit_status is not None:
         evidence.append(fact("exit_status", life.exit_status, "of the command"))
     worker = Workers(life).raiser(error.process, str(event.get("message")))
-    of_worker = "" if worker is None else " of the worker"
-    memory = last_memory(life.tables, worker or error.process, event["time_ns"], f"last sample{of_worker}")
+    window = "last sample" if worker is None else LAST_OF_WORKER
+    memory = last_memory(life.tables, worker or error.process, event["time_ns"], window)
     finding = catalogue.EXCEPTION.finding(
         locus=life.locus(error.process) if victim is None else victim.locus,
         since_step=last_step(life.tables, error.process if victim is None else victim.main),

@@ -67,8 +67,8 @@ _SMALLER_ARRAY = Advice(
     text="Check shape and dtype of what is allocated at that line", expected="it fits into the host's memory"
 )
 _PROCESS_LIMITS = Advice(
-    text="Check `ulimit -v`, /proc/sys/vm/overcommit_memory, and, where many small segments are mapped, "
-    "/proc/sys/vm/max_map_count",
+    text="Check `ulimit -v`, `ulimit -d`, /proc/sys/vm/overcommit_memory, and, where many small segments are "
+    "mapped, /proc/sys/vm/max_map_count",
     expected="the process may allocate what the host has",
 )
 

@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.child_processes import with_living_children
-from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, worker_samples, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, once, writer_of
+from collector.diagnosis.statistics.growth import Floats
 from collector.store import ProcessKey
 from training_harness.records import INLINE_WORKER
 
@@ -227,6 +228,20 @@ def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, i
             slots.pop((epoch.main[0], pid), None)  # a persistent worker, or a pid that is used again
             slots[(epoch.main[0], pid)] = (epoch.main, epoch.loader, worker)
     return slots
+
+
+def living_workers(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
+    """Return how many DataLoader workers of a training process lived at each time, those of kept iterators too.
+
+    Each has a thread in the training process, which feeds its queue of indices, and some open files.
+    """
+    of_key = {pid for (host, pid), (main, _, _) in worker_slots(tables).items() if main == key and host == key[0]}
+    rows = worker_samples(tables)
+    rows = rows[(rows["host"] == key[0]) & rows["process_pid"].isin(of_key)]
+    lives = rows.groupby(["process_pid", "process_start_ticks"])["time_ns"].agg(["min", "max"]) / SECOND_NS
+    begun = np.searchsorted(np.sort(floats(lives, "min")), times_seconds, side="right")
+    counts: Floats = (begun - np.searchsorted(np.sort(floats(lives, "max")), times_seconds)).astype(np.float64)
+    return counts
 
 
 def replaced_workers(tables: RunTables) -> set[tuple[str, int]]:

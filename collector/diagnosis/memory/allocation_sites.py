@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from collector.diagnosis.memory.leak import CONFIRMED
+from collector.diagnosis.memory.resources import WORKER_HEAP
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Advice, AllocationSite, Finding
 from collector.store import ProcessGrowth, SiteGrowth
@@ -19,6 +20,12 @@ from collector.units import size
 
 _NO_LINE = "no line"
 _GRAPH = "with their graph"
+#: Advice on workers that take memory without new Python objects: they build no graphs of autograd.
+_NATIVE = Advice(
+    text="Look at the C and C++ libraries that the dataset calls (decoders, readers): no new Python object and no "
+    "tensor keeps this memory",
+    expected="",
+)
 #: Number of allocation sites that a finding names.
 _SITES_COUNT = 5
 #: A line with less than this share of the growth is noise of the loop.
@@ -38,9 +45,14 @@ def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) 
     device = "cpu" if finding.locus.device is None else f"cuda:{finding.locus.device}"
     snapshots = [grown for grown in tables.grown if _is_of(grown, finding)]
     sites = rank_sites(snapshots[-1], device) if snapshots else ()
+    if sites and sites[0].site != _NO_LINE:
+        return replace(finding, held_by=sites, advice=(_cure(sites[0], finding), *finding.advice))
     if sites:
-        cure = () if sites[0].site == _NO_LINE else (_cure(sites[0], finding),)
-        return replace(finding, held_by=sites, advice=(*cure, *finding.advice))
+        caches = {item.text for item in WORKER_HEAP.leak_advice}  # ruled out: a cache keeps Python objects
+        advice = (
+            replace(_NATIVE, expected=item.expected) if item.text in caches else item for item in finding.advice
+        )
+        return replace(finding, held_by=sites, advice=tuple(advice))
     return replace(finding, advice=(*finding.advice, _snapshot_advice(finding, tables, running=running)))
 
 

@@ -45,6 +45,8 @@ _MIN_LATE_RATIO = 0.3
 _PAGE_BYTES = 4096
 #: Faults beyond those that batches take anyway by which chance may raise their sum, in standard deviations.
 _NOISE_SPREADS = 2.0
+#: Number of garbage collections that copy pages: the first of the middle generation, and the first full one.
+_COLLECTIONS_COUNT = 2
 #: Number of newest workers judged in a slot whose workers are restarted in each epoch.
 _LIVES_COUNT = 8
 #: Least share of the loader's workers that copy.
@@ -61,8 +63,8 @@ class _Copies:
         inherited_bytes: the most that it can copy: its parent's written memory at the fork.
         late_bytes: the part copied after the warm-up, batch by batch. Pages that the worker takes from the parent's
             free memory, or that the parent writes, become private too, but early.
-        burst_bytes: the part that one batch may have copied: one garbage collection touches every object, and these
-            pages stay private.
+        burst_bytes: the part that garbage collections may have copied: the first of a generation touches all of its
+            objects, and these pages stay private.
     """
 
     total_bytes: float
@@ -221,21 +223,20 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
 
 
 def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> float:
-    """Return the copies that one batch after the warm-up may have made: at most its faults beyond any other's.
+    """Return the copies that garbage collections after the warm-up may have made: faults beyond any other batch's.
 
-    They show as the largest rise between two samples, or as that over the time of the batch with the most faults,
+    They show as the largest rise between two samples, or as that over the time of the batches with the most faults,
     since a garbage collection may take longer than the time between two samples.
     """
     warm = _warm(fetches)
-    if len(warm) < 2:
+    if len(warm) <= _COLLECTIONS_COUNT:
         return 0.0
-    faults = floats(warm, "minor_fault_count")
-    fullest, (second, most) = int(np.argmax(faults)), np.sort(faults)[-2:]
-    end_ns, took_ns = floats(warm, "time_ns")[fullest], fetch_ns(warm)[fullest]
-    before = max(int(np.searchsorted(times, end_ns - took_ns, side="right")) - 1, 0)
-    after = min(int(np.searchsorted(times, end_ns)), len(times) - 1)
-    rise = max(float(np.diff(unmatched).max(initial=0.0)), float(unmatched[after] - unmatched[before]))
-    return min(rise, float(most - second) * _PAGE_BYTES)
+    faults, ends, rises = floats(warm, "minor_fault_count"), floats(warm, "time_ns"), np.diff(unmatched)
+    *others, usual = np.argsort(faults)[::-1][: _COLLECTIONS_COUNT + 1]
+    begins = ends - fetch_ns(warm)
+    overlaps = [(times[1:] > begins[batch]) & (times[:-1] < ends[batch]) for batch in others]
+    rise = max(float(rises.max(initial=0.0)), float(rises[np.any(overlaps, axis=0)].sum()))
+    return min(rise, float((faults[others] - faults[usual]).sum()) * _PAGE_BYTES)
 
 
 def _late_faults(fetches: pd.DataFrame) -> float:

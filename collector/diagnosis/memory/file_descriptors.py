@@ -138,7 +138,8 @@ def _judge(tables: RunTables, process: _Process) -> list[Finding]:
     if kept := _kept_workers(tables, process, trend):
         resource, words = resources.OPEN_WORKERS, words | {"workers": kept}
         witness = fact("kept_workers_count", kept, "last samples")
-        growing = replace(growing, witnesses=(*growing.witnesses, witness))
+        of_files = (item for item in growing.witnesses if item.name != "process_shm_rise_bytes")
+        growing = replace(growing, witnesses=(*of_files, witness))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
     leak = leak_finding(resource, growing, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
@@ -221,7 +222,7 @@ def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:
     lives, replaced = _seen_alive(tables, host), _replaced_ns(tables, host, process.key)
     end_ns = floats(process.rows, "time_ns")[-1]
     kept = sum(
-        replaced.get(int(pid), end_ns) < end_ns <= last_ns
+        bool(replaced.get(int(pid), end_ns) < end_ns <= last_ns)
         for pid, _, _, last_ns in lives.reset_index().itertuples(index=False)
     )
     return kept if _FILES_OF_WORKER * kept >= CONFIRMED * trend.rise else 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import loader_settings, worker_slots
+from collector.diagnosis.loading.loaders import living_workers, loader_settings, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
 from collector.diagnosis.memory.leak import (
@@ -127,8 +127,8 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     if len(rows) < MIN_POINTS:
         return None
     life, times = lifecycle_of(tables), seconds(rows)
-    kept = optimizer_bytes(tables, key, times)
-    free = _free(tables, key, times) + kept
+    kept, freed = optimizer_bytes(tables, key, times), _free(tables, key, times)
+    free = freed + kept
     use = _use_of(tables, life.locus(key), rows, free, key)
     negligible = negligible_bytes(_resident(rows))
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
@@ -137,6 +137,9 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     stairs = use.at_occasions(negligible) if trend is None and filling is None else None
     may_be_young = is_iterating and filling is None and stairs is None
     young = young_growth(use, trend, negligible) if may_be_young else None
+    thread_counts = floats(rows, "thread_count") - living_workers(tables, key, times)  # each has one here
+    if young is not None and trend is None and _thread_growth(use, thread_counts) is not None:
+        trend, young = young, None  # small, but threads that never end confirm it
     trend = growth_of(filling) if filling else stairs.growth() if stairs else young or trend
     witnesses = _main_witnesses(key, use, trend, rows, free) if trend is not None else None
     process = sentence(life.name(key))
@@ -150,8 +153,8 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
         return None  # its first iteration, or more time, will tell
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
-    leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, floats(rows, "thread_count"))
-    leak = _with_recompilations(leak, growing, key)
+    leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, thread_counts)
+    leak = _with_freed(_with_recompilations(leak, growing, key), growing, freed)
     return leak if stairs is None else replace(leak, severity="info")
 
 
@@ -168,7 +171,7 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
         resource, witnesses = resources.HEAP_OF_PINNED, (*witnesses, *pinned)
     finding = leak_finding(
         resource,
-        replace(growing, witnesses=(*witnesses, *_half_slopes(growing)) if witnesses else ()),
+        replace(growing, witnesses=(*witnesses, *growing.half_slopes) if witnesses else ()),
         iterates=is_iterating,
         process=sentence(life.name(key)),
     )
@@ -183,13 +186,30 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
 
 def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:
     """Return a leak with the threads that its process started and never ended, if they get more like a leak."""
-    counts = replace(use, values=thread_counts)
-    trend = counts.growth(BLOCK_COUNTS[0])  # a rise below one thread per block of a trend is a few single events
+    trend = _thread_growth(use, thread_counts)
     if trend is None:
         return leak
     started = fact("thread_rise_count", round(trend.rise), "same window", n=trend.n)
     advice = replace(resources.END_THREADS, text=resources.END_THREADS.text.format(count=round(trend.rise)))
     return replace(leak, evidence=(*leak.evidence, started), advice=(advice, *leak.advice))
+
+
+def _thread_growth(use: Use, thread_counts: Floats) -> Growth | None:
+    # A rise below one thread per block of a trend is a few single events.
+    return replace(use, values=thread_counts).growth(BLOCK_COUNTS[0])
+
+
+def _with_freed(leak: Finding, growing: GrowingUse, freed: Floats) -> Finding:
+    """Return a leak with the freed memory between what stays, if that grew by more than the leak itself."""
+    ratio, trend = share_of(growing.use.times, freed, growing.trend), growing.trend
+    if not ratio >= 1:
+        return leak
+    told = (
+        f" Between what stays lies {size(ratio * trend.rise)} more of freed memory that cannot be given back: "
+        f"{size((1 + ratio) * trend.rise)} in all."
+    )
+    evidence = fact("freed_rise_bytes", round(ratio * trend.rise), "same window", n=trend.n)
+    return replace(leak, summary=leak.summary + told, evidence=(*leak.evidence, evidence))
 
 
 def _with_recompilations(leak: Finding, growing: GrowingUse, key: ProcessKey) -> Finding:
@@ -239,24 +259,6 @@ def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
     changes[np.diff(restarts[known]) != 0] = 0.0
     result[known] = values[known[0]] + np.concatenate([[0.0], np.cumsum(changes)])
     return result
-
-
-def _half_slopes(growing: GrowingUse) -> list[Evidence]:
-    """Return the slope in the first and the second half of the window of a growth, as evidence."""
-    use, trend = growing.use, growing.trend
-    part = use.where(np.isfinite(use.values) & (use.times >= trend.since_seconds))
-    times, half = part.times - part.times[0], len(part.times) // 2
-    halves = {"first": slice(half), "second": slice(half, None)}
-    return [
-        fact(
-            f"slope_{name}_half",
-            round(float(np.polyfit(times[half], part.values[half], 1)[0])),
-            f"{name} half",
-            unit="bytes/s",
-            n=trend.n // 2,
-        )
-        for name, half in halves.items()
-    ]
 
 
 def _free(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:

@@ -197,6 +197,24 @@ class GrowingUse:
         return theil_sen(*lower_envelope(part.steps, part.values, blocks))
 
     @property
+    def half_slopes(self) -> list[Evidence]:
+        """Its slope in the first and in the second half of its time, as evidence."""
+        use, trend = self.use, self.trend
+        part = use.where(np.isfinite(use.values) & (use.times >= trend.since_seconds))
+        times, half = part.times - part.times[0], len(part.times) // 2
+        halves = {"first": slice(half), "second": slice(half, None)}
+        return [
+            fact(
+                f"slope_{name}_half",
+                round(float(np.polyfit(times[half], part.values[half], 1)[0])),
+                f"{name} half",
+                unit="bytes/s",
+                n=trend.n // 2,
+            )
+            for name, half in halves.items()
+        ]
+
+    @property
     def rate(self) -> Rate:
         """Its rate per second."""
         return Rate(value=self.trend.slope, low=self.trend.low, high=self.trend.high, unit=f"{self.use.unit}/s")

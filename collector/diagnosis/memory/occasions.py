@@ -22,7 +22,8 @@ from collector.diagnosis.statistics.student_t import student_t_quantile
 from collector.findings import Advice, Evidence, fact
 from collector.store import ProcessKey
 
-#: Samples on each side of an occasion whose median is the level there: all that there are, up to this many.
+#: Samples on each side of an occasion whose median is the level there: half of those up to the next one, at most
+#: this many.
 _LEVEL_SAMPLES = 5
 _LEAST_SAMPLES = 2
 #: Occasions that a finding needs, after the first, at which caches and buffers are made.
@@ -163,8 +164,12 @@ def _segments(kind: Occasions, times: Floats) -> Floats | None:
 def _rise(
     kind: Occasions, segments: Floats, times: Floats, values: Floats, least_rise: float
 ) -> RiseAtOccasions | None:
-    heads = np.array([_level(times, values, a, min(a + _LEVEL_SAMPLES, b)) for a, b in segments])
-    tails = np.array([_level(times, values, max(a, b - _LEVEL_SAMPLES), b) for a, b in segments])
+    # No sample counts on both sides, else a short segment would show no growth in between.
+    sizes = np.minimum(_LEVEL_SAMPLES, np.diff(segments).ravel() // 2)
+    heads, tails = (
+        np.array([_level(times, values, begin, begin + size) for begin, size in zip(begins, sizes, strict=True)])
+        for begins in (segments[:, 0], segments[:, 1] - sizes)
+    )
     at_times, at_values = (heads[1:] - tails[:-1]).T
     between_times, between_values = (tails - heads).T
     count, total = len(at_values), float(tails[-1, 1] - heads[0, 1])

@@ -415,8 +415,8 @@ OPEN_BATCHES = replace(
     risk_advice=(_CLONE, *_FILES_ADVICE),
 )
 _END_ITERATORS = Advice(
-    text="Do not keep iterators of a DataLoader, in a list, an attribute or an open generator: take one iterator "
-    "per epoch, and let go of it before the next one is made",
+    text="Do not keep iterators of a DataLoader, or a DataLoader with persistent workers that is made again, in a "
+    "list, an attribute or an open generator: let go of each before the next one is made",
     expected="the workers of an epoch end with it, and free their memory and descriptors",
 )
 #: Open files of a process that keeps iterators, and with each its workers, their pipes and their memory.

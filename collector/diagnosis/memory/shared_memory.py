@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import loader_settings
+from collector.diagnosis.loading.loaders import living_workers, loader_settings
 from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding, full_finding
 from collector.diagnosis.memory.leak import (
     CONFIRMED,
@@ -189,9 +189,12 @@ def _witnesses_of_run(tables: RunTables, host: str, samples: pd.DataFrame, trend
 def _kept(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
     """Return times (seconds) and the bytes of tensors from workers that the open files of a process may hold.
 
-    It maps only the pages that it reads. A descriptor holds a batch at most.
+    It maps only the pages that it reads. A descriptor holds a batch at most. Workers have descriptors too, so only
+    samples with the usual number of workers count.
     """
     rows = while_training(tables, sampled(tables, key))
+    workers = living_workers(tables, key, seconds(rows)).astype(int)
+    rows = rows[workers == np.bincount(workers).argmax()] if len(rows) else rows
     batches = written(tables, "batch", key)
     batch = peak(floats(batches[floats(batches, "worker") >= 0], "payload_bytes"))
     return seconds(rows), floats(rows, "fd_count") * batch
@@ -210,10 +213,10 @@ def _has_segments(tables: RunTables, host: str) -> bool:
 
 
 def _holder(growing: GrowingUse) -> ProcessKey | None:
-    """Return the training process that maps or keeps most of a growth: batches from its workers, or segments."""
-    tables = growing.use.tables
+    """Return the process that maps or keeps most of a growth, a training process first: batches, or segments."""
+    tables, life = growing.use.tables, lifecycle_of(growing.use.tables)
     is_kept = any(witness.name == "kept_tensors_rise_bytes" for witness in growing.witnesses)
-    for key in lifecycle_of(tables).mains:
+    for key in (*life.mains, *life.watched, *life.others):
         rows = while_training(tables, sampled(tables, key))
         maps = share_of(seconds(rows), floats(rows, "shm_bytes"), growing.trend) >= CONFIRMED
         keeps = is_kept and share_of(*_kept(tables, key), growing.trend) >= CONFIRMED

@@ -69,11 +69,14 @@ def test_pages_that_become_private_after_the_last_batch_are_no_copies():
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(1e-9, []), (15, ["copy-on-read-growth"])])
-def test_pages_touched_by_one_garbage_collection_are_no_growth(seconds, expected):
-    def copied(at):
-        return 40.0 * np.clip((at - SECONDS[30] + 0.01) / seconds, 0, 1)
+def test_pages_touched_by_garbage_collections_are_no_growth(seconds, expected):
+    """The first collection of the middle generation touches some objects, the first full one all."""
 
-    script = memory(training(), workers_private=copied(SECONDS))
+    def copied(at):
+        middle, full = (np.clip((at - SECONDS[begin] + 0.01) / seconds, 0, 1) for begin in (20, 30))
+        return 30.0 * middle + 60.0 * full
+
+    script = memory(training(), workers_private=copied(SECONDS - 0.5))  # its batch is over before it is read
     for fetches in script.parts["fetch"]:
         fetches["minor_fault_count"] = np.diff(copied(fetches["time_ns"] / 1e9), prepend=0.0) * MIB // 4096
     assert kinds(script) == expected

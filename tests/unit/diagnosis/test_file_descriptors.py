@@ -1,8 +1,10 @@
 """Files that stay open are found; files that are closed again are not."""
 
+import json
+
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, sample_host, sample_process, simulate
 
 from collector.diagnosis.memory.file_descriptors import find_descriptors
 from collector.diagnosis.verdict import diagnose
@@ -117,8 +119,11 @@ def sweep(leaked):
     return script
 
 
-def restarts(*, are_kept):
-    """Two workers in each of 18 epochs, three descriptors each; they live on while their iterator is kept."""
+def restarts(*, are_kept, batch=0):
+    """Two workers in each of 18 epochs, three descriptors each; they live on while their iterator is kept.
+
+    Each feeds on a thread of the training process, which keeps 8 MiB per iterator and maps the last `batch` (MiB).
+    """
     script = simulate(
         workers=2,
         prefetch=2,
@@ -131,7 +136,13 @@ def restarts(*, are_kept):
     starts = [event for event in script.events if event["kind"] == "epoch-start"]
     begins = [event["time_ns"] / 1e9 for event in starts]
     living = np.searchsorted(begins, SECONDS, side="right") if are_kept else np.ones(COUNT)
-    held = {"private": np.full(COUNT, 300 * MIB), "rss": np.full(COUNT, 300 * MIB)}
+    held = dict.fromkeys(("private", "rss"), (300 + 8 * living) * MIB)
+    held |= {"thread_count": 3 + 2 * living, "shm_bytes": 0.1 * living * batch * MIB}
+    for part in script.parts["batch"]:
+        part["payload_bytes"] = batch * MIB
+    shared = {"shm_used_bytes": living * batch * MIB, "memory_shmem_bytes": living * batch * MIB}
+    shared["shm_total_bytes"] = np.full(COUNT, 10**13)
+    sample_host(script, SECONDS, demand=held["rss"], total=10**14, **shared)
     opened = {"fd_count": FLAT + 6 * living, "fd_limit_count": np.full(COUNT, 1024.0)}
     sample_process(script, SECONDS, MAIN, ROLE_MAIN, **held, **opened)
     for begin, end, event in zip(begins, [*begins[1:], np.inf], starts, strict=True):
@@ -202,3 +213,13 @@ def test_nearly_all_files_in_use_is_a_risk_without_growth():
 def test_finding_of_a_finished_run_uses_the_past_tense():
     risk = next(f for f in findings_of(finish(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
     assert "was running out when the run ended" in risk.summary
+
+
+def test_what_workers_of_kept_iterators_hold_is_told_as_theirs():
+    """Their threads are no threads that never end, and their descriptors no batches that training keeps."""
+    found = {finding.kind: finding for finding in diagnose(restarts(are_kept=True, batch=4).tables()).findings}
+    assert "never end" not in found["main-heap-leak"].advice[0].text
+    assert (found["fd-leak"].severity, found["fd-leak"].consequence_of) == ("warning", None)
+    assert json.loads(json.dumps(found["fd-leak"].value_of("kept_workers_count"))) == 34
+    assert (found["shm-leak"].severity, found["shm-leak"].consequence_of) == ("info", "fd-leak")
+    assert "holds it" not in found["shm-leak"].summary

@@ -1,6 +1,7 @@
 """Heaps that grow, and heaps that only seem to."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from collector.diagnosis.memory.exhaustion import full_finding
 from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Limit, Locus, measurements
+from collector.store import ProcessGrowth
 from training_harness.records import ROLE_MAIN, ROLE_WORKER, UNIT_BATCH, UNIT_OPTIMIZER
 
 
@@ -91,6 +93,22 @@ def test_a_leak_by_threads_that_never_end_names_them(threads, names):
     [leak] = findings_of(script)
     assert ("threads that never end" in leak.advice[0].text) == names
     assert (100 < (leak.value_of("thread_rise_count") or 0) <= 200) == names
+
+
+@pytest.mark.parametrize(("threads", "found"), [(200 * RAMP, ["main-heap-leak"]), (FLAT, [])])
+def test_small_growth_is_a_leak_where_threads_never_end(threads, found):
+    script, held = training(), (300 + 10 * RAMP) * MIB
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, thread_count=np.round(8 + threads))
+    assert kinds(sample_host(script, SECONDS, demand=held, total=10**14)) == found
+
+
+@pytest.mark.parametrize(("free", "in_all"), [(300 * RAMP, True), (50 * RAMP, False)])
+def test_a_leak_says_how_much_freed_memory_lies_between_what_stays(free, in_all):
+    """A kept graph is small; the freed activations around it are not given back."""
+    [leak] = findings_of(memory(training(), main=100 * RAMP + free, free=free, total=10**14))
+    assert leak.rate.value == pytest.approx(100 / 60 * MIB, rel=0.1)
+    assert ("freed memory" in leak.summary and "MiB in all" in leak.summary) == in_all
+    assert ((leak.value_of("freed_rise_bytes") or 0) > 150 * MIB) == in_all
 
 
 @pytest.mark.parametrize(
@@ -437,3 +455,13 @@ def test_a_leak_while_code_is_compiled_again_begins_with_that(seconds, again):
     [leak] = findings_of(script)
     assert ("torch.compile" in leak.advice[0].text) == again
     assert (leak.value_of("compilation_count") is not None) == again
+
+
+def test_workers_that_take_memory_without_python_objects_are_not_advised_to_look_for_a_cache():
+    tables = memory(training(), workers=300 * RAMP, total=10**14).tables()
+    event = {"role": "worker", "host": "node", "loader": 0, "worker": 0}
+    grown = ProcessGrowth(event=event, window="50 batches", held_bytes={"cpu": 20 * MIB}, lines=())
+    [leak] = [f for f in diagnose(replace(tables, grown=(grown,))).findings if f.kind == "worker-heap-leak"]
+    assert "C and C++ libraries" in leak.advice[0].text
+    assert leak.advice[0].expected.startswith("the growth of")
+    assert not any("cache" in advice.text for advice in leak.advice)

@@ -43,7 +43,7 @@ def test_request_beyond_all_memory_points_to_the_shape():
 def test_request_that_the_host_could_meet_points_to_a_limit_of_the_process():
     found = crash("_ArrayMemoryError", "Unable to allocate 7.5 GiB for an array with shape (1000000000,)")
     assert "The host had 20 GiB available, so a limit of the process refused 7.5 GiB." in found.summary
-    assert "ulimit -v" in found.advice[0].text
+    assert "`ulimit -v`, `ulimit -d`" in found.advice[0].text
     assert found.value_of("requested_bytes") == 7.5 * GIB
 
 
@@ -57,6 +57,18 @@ def test_leak_of_a_process_whose_own_limit_is_met_comes_first():
     assert found.advice[0].text.startswith("Fix main-heap-leak first")
     assert found.fault == "your code"
     assert found.value_of("last_rss_bytes") > 700 * MIB
+
+
+def test_leak_of_the_worker_whose_own_limit_is_met_comes_first():
+    script = memory(growing_training(), workers=300 * RAMP)
+    raised, script.now_seconds = script.now_seconds + 3, script.now_seconds + 6
+    error = {"loader": 0, "type": "MemoryError", "in_worker": True, "error_time_ns": ns(raised)}
+    script.event(raised, "loader-error", **error)
+    refused = "Caught MemoryError in DataLoader worker process 1.\nMemoryError: Unable to allocate 16.0 KiB"
+    script.event(raised, "exception", type="RuntimeError", message=refused, traceback="…")
+    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    assert found.advice[0].text == "Fix worker-heap-leak first: the worker grew until its end"
+    assert found.fault == "your code"
 
 
 def test_memory_of_the_worker_that_raised_is_told():

@@ -7,7 +7,7 @@ from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, 
 from collector.diagnosis.deaths.deaths import find_deaths
 from collector.diagnosis.memory.shared_memory import find_shared_memory
 from collector.diagnosis.verdict import diagnose
-from training_harness.records import ROLE_MAIN, ROLE_WORKER
+from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 COUNT = 60
 SECONDS = np.arange(COUNT) + START_SECONDS + 1
@@ -129,6 +129,15 @@ def test_segments_that_several_processes_map_are_a_leak_of_the_run():
     leak = next(f for f in findings_of(script) if f.kind == "shm-leak")
     assert leak.value_of("process_shm_rise_bytes") > 0.7 * leak.value_of("shm_used_rise_bytes")
     assert leak.confidence == 0.9
+
+
+def test_a_process_that_does_not_train_is_named_as_the_holder():
+    """An actor keeps what it sends to the training."""
+    script, held, actor = training(shm=10.0 * AT), np.full(COUNT, 300 * MIB), (MAIN[0], 71, 4871)
+    sample_process(script, SECONDS, actor, ROLE_OTHER, private=held, rss=held, shm_bytes=10.0 * AT * MIB)
+    leak = next(f for f in findings_of(script) if f.kind == "shm-leak")
+    assert leak.locus.pid == 71
+    assert "holds it" in leak.summary
 
 
 def test_leak_has_the_rate_of_the_run_if_others_fill_shm_too():
