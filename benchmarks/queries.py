@@ -100,7 +100,10 @@ def recorded_gpu(stream: str) -> pd.DataFrame:
 
     places = {"time_ns", "step", "device"}
     columns = [column.name for column in DECLARED[stream].columns if column.name not in places]
-    return recorded("uneven-batches").stream(stream)[columns].dropna().reset_index(drop=True)
+    rows = recorded("uneven-batches").stream(stream)[columns]
+    if stream == "device":  # the recording is older than this column
+        rows = rows.assign(recorded_used_bytes=rows["process_used_bytes"])
+    return rows.dropna().reset_index(drop=True)
 
 
 def tell(connection: Any, origin_ns: int, every_ns: int, *, ranks: int, workers: int, epochs_count: int) -> None:
