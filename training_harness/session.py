@@ -188,6 +188,13 @@ def line_of(code: CodeType, line: int) -> str:
     return f"{code.co_filename}:{line}, in {code.co_name}"
 
 
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's own code, from a frame on outwards; None if there is none."""
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def is_user_code(path: str) -> bool:
     """Return whether a source file is the user's: neither installed, nor of the standard library, nor generated."""
     return not path.startswith((*_INSTALLED_FOLDERS, "<")) and not any(

@@ -265,10 +265,9 @@ def of_lost_process(hang: Finding, pids: Sequence[int], *, of_pool: bool) -> Fin
     """Return the hang of a process that waits for a Pool or a queue; its children `pids` ended at once."""
     is_one = len(pids) == 1
     named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
-    find = (
-        f"what ended {f'process {pids[0]}' if is_one else 'them'}: an error or an exit in the code that it ran, a "
-    )
-    find += "signal, or the kernel for lack of memory (`dmesg`)"
+    them = f"process {pids[0]}" if is_one else "them"
+    causes = "an error or an exit in the code that it ran, a signal, or the kernel for lack of memory (`dmesg`)"
+    find = f"what ended {them}: {causes}"
     if of_pool:
         effect = "and a Pool waits for ever for the task of a process that died"
         text = f"Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out {find}"

@@ -136,8 +136,9 @@ def _mismatch(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tup
     is_one_missing = len(ranks) < len(found) or sizes != {len(ranks)} or uneven_ranks(life.tables) is not None
     if len(ranks) < 2 or is_one_missing:
         return found
-    process, finding = min(found, key=lambda one: one[0].locus.rank or 0)
-    places = [f"rank {one.locus.rank}{one.where}" for one in sorted(ranks, key=lambda one: one.locus.rank or 0)]
+    by_rank = sorted(found, key=lambda one: one[0].locus.rank or 0)
+    process, finding = by_rank[0]
+    places = [f"rank {one.locus.rank}{one.where}" for one, _ in by_rank]
     is_one_line = len({one.frame for one in ranks}) == 1
     everyone = "Both" if len(ranks) == 2 else f"All {len(ranks)}"
     standing = "at this line" if is_one_line else f"but not at one line: {', '.join(places[:_MOST_PLACES])}"

@@ -51,7 +51,7 @@ AWAITS_LOOP = "waiting for an event of its asyncio loop"
 AWAITS_THREADS = "waiting to end until its other threads end"
 #: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
 AWAITS_NOTICE = "waiting for a thread to wake it"
-#: Such waits that only a thread of the same process can end.
+#: Waits that only a thread of the same process can end.
 _ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_TASK, AWAITS_NOTICE)
 #: Waits for a thread that itself may wait for something slow.
 _OF_THREADS = (*_ENDED_BY_THREAD, AWAITS_THREAD, AWAITS_THREADS)
@@ -180,30 +180,32 @@ class Process:
 
         The same holds for an event loop that has no connection, pipe, child or timer.
         """
-        others = (stack for stack in self.threads if stack.thread != MAIN_THREAD)
         is_idle_loop = (
             self.awaits == AWAITS_LOOP and self.main is not None and ONE_ENDLESS in (self.main.waits or "")
         )
         needs_thread = self.awaits in _ENDED_BY_THREAD or is_idle_loop
-        return needs_thread and all(stack.activity in HELPS_QUEUES for stack in others)
+        return needs_thread and all(stack.activity in HELPS_QUEUES for stack in self._others)
 
     @property
     def has_thread_at_work(self) -> bool:
         """True if the main thread is at a lock, or waits for a thread, and one in the user's code is at no lock."""
-        others = (stack for stack in self.threads if stack.thread != MAIN_THREAD)
-        at_work = (any(frame.is_own for frame in stack.frames) and not stack.is_at_lock for stack in others)
+        at_work = (any(frame.is_own for frame in stack.frames) and not stack.is_at_lock for stack in self._others)
         return (self.is_at_lock or self.awaits in _OF_THREADS) and any(at_work)
 
     @property
     def other_threads(self) -> str:
         """A sentence on the user's own lines in which its other threads stand, with a blank before it."""
         places = []
-        for stack in self.threads:
+        for stack in self._others:
             frame = next((frame for frame in stack.frames if frame.is_own), None)
-            if frame is not None and stack.thread != MAIN_THREAD:
+            if frame is not None:
                 state = "" if stack.waits is None or stack.is_at_lock else f", {stack.waits},"
                 places.append(f"{stack.thread}{state} stands in {_place_words(frame)}")
         return f" {' and '.join(places[:_MOST_THREADS])}." if places else ""
+
+    @property
+    def _others(self) -> Iterator[Stack]:
+        return (stack for stack in self.threads if stack.thread != MAIN_THREAD)
 
     @property
     def _all_frames(self) -> Iterator[Frame]:

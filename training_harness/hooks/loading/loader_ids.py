@@ -20,7 +20,6 @@ from typing import Any
 
 from training_harness import session
 from training_harness.hooks.patching import Hook
-from training_harness.session import is_user_code
 
 #: Number of loaders that get an event: a loop that makes a new DataLoader in each step must not flood the events.
 _DESCRIBED_LOADERS = 1000
@@ -210,10 +209,7 @@ def _record_site(loader: Any, frame: FrameType | None) -> None:
 
 def _site(frame: FrameType | None) -> dict[str, Any]:
     """Find the innermost line of the user's own code, else the one that made the loader."""
-    maker = frame
-    while frame is not None and not is_user_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or maker
+    frame = session.user_frame(frame) or frame
     if frame is None:
         return {}
     path, line = frame.f_code.co_filename, frame.f_lineno

@@ -67,11 +67,10 @@ class _Compilations:
 
 def _place(function: str, measured: Mapping[str, Any]) -> str:
     """Return where a compiled function is; where the user's code calls it if it is torch's own."""
-    path, frame = measured["co_filename"], sys._getframe(1)
-    while not session.is_user_code(path) and frame.f_back is not None:
-        frame = frame.f_back
-        if session.is_user_code(frame.f_code.co_filename):
-            return session.line_of(frame.f_code, frame.f_lineno)
+    path = measured["co_filename"]
+    caller = None if session.is_user_code(path) else session.user_frame(sys._getframe(1))
+    if caller is not None:
+        return session.line_of(caller.f_code, caller.f_lineno)
     return f"{path}:{measured['co_firstlineno']}, in {function}"
 
 
