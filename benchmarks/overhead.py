@@ -68,6 +68,11 @@ class Rows(Dataset[np.ndarray]):
         return self.rows[index]
 
 
+def flipped(batch: np.ndarray) -> torch.Tensor:
+    """Call one recognised stage."""
+    return torch.tensor(cv2.flip(batch, 0))
+
+
 def training_block(
     num_workers: int,
     steps: int,
@@ -210,7 +215,7 @@ def main() -> None:
             ("training thread", training_block(1, QUEUED, made_before=True)),
             ("the same, worker at work", training_block(1, options.steps)),
             ("num_workers=0", training_block(0, options.steps)),
-            ("num_workers=0, one stage", training_block(0, options.steps, to_tensor=torch.from_numpy)),
+            ("num_workers=0, one stage", training_block(0, options.steps, to_tensor=flipped)),
         ):
             compare(name, block, options.blocks, run_dir)
         compare("worker", worker_block(options.steps), options.blocks, run_dir)

@@ -62,6 +62,7 @@ def test_error_before_the_first_step_has_the_account_of_its_moment(watched):
     figures = evidence(found)
     assert figures["other_processes_bytes"] == 0
     assert run.report["summary"]["peak"]["device_reserved_bytes"] == figures["reserved_bytes"] > 1 << 30
+    assert "if the model itself does not fit" in found["advice"][-1]["text"]
 
 
 def test_figures_come_from_the_message_without_observers(watched):

@@ -84,6 +84,13 @@ _SMALLER_STEP = Advice(
     expected="activations shrink in proportion to the batch",
     effect="changes results",
 )
+_SMALLER_MODEL = Advice(
+    text="No step and no batch came before it: if the model itself does not fit, load it in bfloat16, shard it over "
+    "several devices (FSDP), or make it smaller; if it was the first forward or backward pass, make the batch "
+    "smaller",
+    expected="parameters, gradients, the optimizer's state and one step fit together",
+    effect="changes results",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,7 @@ class _Scene:
         growth: the growth of live tensors before it, None if they and their number did not grow.
         batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
         phase: phase of the framework, None if it recorded none.
+        is_first: True if the process had neither a batch nor a whole step before it.
     """
 
     error: CudaError
@@ -103,6 +111,7 @@ class _Scene:
     growth: Growth | None
     batch_bytes: tuple[float, float]
     phase: str | None
+    is_first: bool
 
     def of(self, name: str) -> float:
         """Return a figure, NaN if it is not known."""
@@ -170,6 +179,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     own = next((a.before(at_ns) for a in records if (a.key, a.device) == (key, error.device)), None)
     batches = written(tables, "batch", key)
     payload = floats(batches[floats(batches, "time_ns") <= at_ns], "payload_bytes")
+    has_steps = bool((floats(written(tables, "step", key), "time_ns") <= at_ns).any())
     phases = [event for event in tables.events_of("phase", by=key) if event["time_ns"] <= at_ns]
     return _Scene(
         error=error,
@@ -177,6 +187,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         growth=kept_tensors(tables, own) if own is not None else None,
         batch_bytes=(float(payload[-1]) if len(payload) else math.nan, peak(payload[:-1])),
         phase=str(phases[-1]["phase"]) if phases else None,
+        is_first=error.slot is None and not has_steps and not len(payload),
     )
 
 
@@ -233,7 +244,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     """Return the advice that the figures support, by gain in bytes, and where the first cause lies.
 
     Growth that made most of the tensors comes first: it fills whatever another advice gains. A smaller step always
-    helps, and comes last.
+    helps, and comes last; before the first step it may be the model that is too large.
     """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
@@ -262,7 +273,8 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     ]
     supported.sort(key=lambda option: -option[0])
     fault = supported[0][1] if supported else "your settings"
-    return (*(advice for _, _, advice in supported), _SMALLER_STEP), fault
+    last_resort = _SMALLER_MODEL if scene.is_first else _SMALLER_STEP
+    return (*(advice for _, _, advice in supported), last_resort), fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,6 +136,14 @@ def test_unusually_large_batch_is_named():
     assert {e.name: e.value for e in found.evidence}["batch_payload_bytes"] == 90 * usual
 
 
+def test_a_model_that_never_fitted_is_no_matter_of_the_batch_alone():
+    run = recorded("out-of-memory")
+    first_ns = int(min(run.stream(name)["time_ns"].min() for name in ("step", "batch")))
+    assert "Make a step smaller" in post_mortem(run)[1]
+    found, _ = post_mortem(with_changed_event(run, "cuda-oom", error_time_ns=first_ns - 1))
+    assert "if the model itself does not fit" in found.advice[-1].text
+
+
 def test_error_names_the_phase_that_a_callback_reported():
     run = recorded("out-of-memory")
     before_ns = error_of(run)["error_time_ns"] - 10**6

@@ -307,11 +307,25 @@ def test_tensor_methods_are_not_replaced_if_a_subclass_may_compare():
     hook = stage_calls.install("torch")
     try:
         assert torch.Tensor.to is before
-        assert hasattr(torch.from_numpy, "__wrapped__")
     finally:
         hook.remove()
         del Marked
         gc.collect()  # it must not be met by what comes after
+
+
+def test_warning_about_an_array_names_the_line_that_made_it_a_tensor():
+    hook = stage_calls.install("torch")
+    array = np.zeros(2)
+    array.setflags(write=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # it comes once in a process otherwise
+    try:
+        with pytest.warns(UserWarning, match="not writable") as warned:
+            torch.from_numpy(array)
+    finally:
+        torch.set_warn_always(always)
+        hook.remove()
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_shim_waits_for_every_module_with_hooks():

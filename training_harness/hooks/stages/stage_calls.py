@@ -40,7 +40,7 @@ CALLS: dict[str, dict[str, str]] = {
     },
     "PIL.ImageFile": {"decode": "ImageFile.load"},
     "torchvision.io.image": {"read": "read_file", "decode": "decode_image decode_jpeg decode_png"},
-    "torch": {"convert": "from_numpy", "copy": "Tensor.to Tensor.cuda"},
+    "torch": {"copy": "Tensor.to Tensor.cuda"},
     # Work of `nn.DataParallel` around the model on several GPUs; on one GPU and on the CPU there is none. The times
     # are the host's, without the reduction of gradients in the backward pass. The names are the ones in the calling
     # module, so `data_parallel()` and subclasses are seen too.
