@@ -314,7 +314,8 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "checkpoint": _event(
         _TRAINING,
-        "`torch.save` returned; files that follow within a second belong to the same checkpoint",
+        "`torch.save` returned; files that follow within a second belong to the same checkpoint; after 1,000 of "
+        "them, at most one event in 10 s",
         Field("begun_ns", "int", "CLOCK_MONOTONIC at its begin"),
     ),
     "compilation": _event(

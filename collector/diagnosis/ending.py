@@ -25,6 +25,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, end_words, lifecycle_of
 from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import message_lines, process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.training import own_steps
 from collector.findings import Finding, Limit, Locus
 from collector.units import counted, duration, number, percent, size
 
@@ -61,6 +62,8 @@ class ExitRecord:
         exit_status: exit code of the command, -n for signal n.
         step: number of the victim's last step that ended, from 0.
         seconds: time from the start of the run to the victim's end.
+        saved_seconds: time from the start of the run to the last return of `torch.save` before that.
+        saved_steps: steps that the process which saved had ended by then.
         followers_count: training processes that ended because of it.
     """
 
@@ -73,6 +76,8 @@ class ExitRecord:
     exit_status: int | None = None
     step: int | None = None
     seconds: float | None = None
+    saved_seconds: float | None = None
+    saved_steps: int | None = None
     followers_count: int = 0
 
 
@@ -114,6 +119,8 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
         if death.limit and death.limit.name == "cgroup" and where.host
         else None
     )
+    seconds = _end_seconds(life, death)
+    saved_seconds, saved_steps = _last_save(life, seconds)
     return ExitRecord(
         reason=_reason(death),
         victim=where,
@@ -123,7 +130,9 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
         signal=signal_name(_SIGNALS.get(death.kind, sent)),
         exit_status=life.exit_status,
         step=None if not death.steps_before else death.steps_before - 1,
-        seconds=_end_seconds(life, death),
+        seconds=seconds,
+        saved_seconds=saved_seconds,
+        saved_steps=saved_steps,
         followers_count=max(len(life.mains) - (where.role == "main"), 0) if len(life.mains) > 1 else 0,
     )
 
@@ -158,6 +167,20 @@ def _end_seconds(life: Lifecycle, death: Finding) -> float | None:
         return life.wall_seconds
     _, gone_ns = end_of(life.tables, host, pid, process_at(life.tables, host, pid))
     return (gone_ns - origin_ns(life.tables)) / SECOND_NS
+
+
+def _last_save(life: Lifecycle, end_seconds: float | None) -> tuple[float | None, int | None]:
+    """Return when `torch.save` last returned before the end, in seconds, and the steps that had ended by then."""
+    begin_ns = origin_ns(life.tables)
+    end_ns = np.inf if end_seconds is None else begin_ns + end_seconds * SECOND_NS
+    saves = [event for event in life.tables.events_of("checkpoint") if event["time_ns"] <= end_ns]
+    if not saves:
+        return None, None
+    last = max(saves, key=lambda event: event["time_ns"])
+    steps = own_steps(life.tables, writer_of(last))
+    ended = steps[floats(steps, "time_ns") <= last["time_ns"]]
+    count = None if steps.empty else 0 if ended.empty else whole(ended["step"].iloc[-1] + 1)
+    return (last["time_ns"] - begin_ns) / SECOND_NS, count
 
 
 def _happenings(life: Lifecycle) -> tuple[Happening, ...]:

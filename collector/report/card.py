@@ -284,7 +284,8 @@ def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
     if deaths and verdict.ending is not None:
         owner = verdict.ending.record.limit_owner or ""
         has_limit = any(death.limit is not None and owner in death.summary for death in deaths)
-        pairs = [pair for pair in pairs if pair[0] == "Followed" or (pair[0] == "Limit" and not has_limit)]
+        kept = {"Followed", "Last torch.save", *(() if has_limit else ("Limit",))}
+        pairs = [pair for pair in pairs if pair[0] in kept]
     if pairs:
         yield _grid([(name, Text(value)) for name, value in pairs])
         yield Text()

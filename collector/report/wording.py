@@ -168,6 +168,10 @@ def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
     when = [] if record.seconds is None else [f"{duration(record.seconds)} after the start"]
     if record.step is not None:
         when.append(after_steps(record.step + 1))
+    saved = []
+    if record.saved_seconds is not None and record.seconds is not None:
+        saved = [f"{duration(record.seconds - record.saved_seconds)} before the end"]
+        saved += [] if record.saved_steps is None else [after_steps(record.saved_steps)]
     pairs = [
         ("Reason", record.reason),
         ("Victim", "" if record.victim is None else locus(record.victim)),
@@ -176,6 +180,7 @@ def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
         ("Signal", record.signal or ""),
         ("Exit status", "" if code is None or code < 0 else f"{code}, of the command"),
         ("When", ", ".join(when)),
+        ("Last torch.save", ", ".join(saved)),
         (
             "Followed",
             counted(record.followers_count, "other training process") if record.followers_count else "",

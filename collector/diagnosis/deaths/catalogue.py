@@ -450,7 +450,7 @@ TIMED_OUT = replace(
     sentence="`timeout` ended the command, since its time was over (exit status {status}).",
     advice=(
         Advice(
-            text="Give `timeout` more time, or save a checkpoint when SIGTERM comes",
+            text="Give `timeout` more time, or save a checkpoint when SIGTERM comes, if the script does not yet",
             expected="the training ends by itself, or goes on from there",
         ),
     ),

@@ -85,9 +85,8 @@ _SMALLER_STEP = Advice(
     effect="changes results",
 )
 _SMALLER_MODEL = Advice(
-    text="No step and no batch came before it: if the model itself does not fit, load it in bfloat16, shard it over "
-    "several devices (FSDP), or make it smaller; if it was the first forward or backward pass, make the batch "
-    "smaller",
+    text="No step and no batch came before it: if the model itself does not fit, load it in bfloat16, shard it "
+    "over several devices (FSDP), or make it smaller; if it was the first pass, make the batch smaller",
     expected="parameters, gradients, the optimizer's state and one step fit together",
     effect="changes results",
 )

@@ -136,6 +136,18 @@ def test_uncaught_exception_is_the_reason_and_its_time_is_the_end_of_the_victim(
     assert any("raised KeyError: 'label'" in text for text in texts(verdict))
 
 
+def test_record_says_how_much_was_trained_after_the_last_checkpoint():
+    script = killed_for_memory()
+    script.event(SECONDS[30], "checkpoint", begun_ns=ns(SECONDS[29]))
+    script.event(SECONDS[60], "checkpoint", begun_ns=ns(SECONDS[60] - 0.2))
+    tables = script.tables()
+    steps_count = int((tables.stream("step")["time_ns"] <= ns(SECONDS[60])).sum())
+    record = diagnose(tables).ending.record
+    assert record.saved_steps == steps_count
+    assert dict(exit_record(record))["Last torch.save"] == f"59 s before the end, after {steps_count} steps"
+    assert "Last torch.save" not in dict(exit_record(diagnose(killed_for_memory().tables()).ending.record))
+
+
 def test_run_that_ended_normally_has_no_exit_record():
     script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20)
     script.event(START_SECONDS + 20, "process-exit", lost_count=0, detached=False)

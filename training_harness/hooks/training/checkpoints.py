@@ -15,7 +15,8 @@ from training_harness.hooks.process import is_worker
 _MODULE = "torch.serialization"
 #: Least time between the records of two saves: files of one checkpoint follow each other faster.
 _EVERY_NS = 10**9
-_EVENTS_AT_MOST = 1000
+#: The same after 1,000 records.
+_EVERY_LATER_NS, _LATER = 10**10, 1000
 
 
 class _Saves:
@@ -23,15 +24,15 @@ class _Saves:
 
     def __init__(self) -> None:
         self._due_ns = 0
-        self._events_left = _EVENTS_AT_MOST
+        self._events_count = 0
 
     def note(self, begun_ns: int) -> None:
         """Record a save that ends now."""
         current, now_ns = session.active, time.monotonic_ns()
-        if current is None or begun_ns < self._due_ns or not self._events_left or is_worker():
+        if current is None or begun_ns < self._due_ns or is_worker():
             return
-        self._due_ns = now_ns + _EVERY_NS
-        self._events_left -= 1
+        self._events_count += 1
+        self._due_ns = now_ns + (_EVERY_NS if self._events_count < _LATER else _EVERY_LATER_NS)
         current.events.append("checkpoint", begun_ns=begun_ns)
 
 
