@@ -107,6 +107,7 @@ LABELS = {
     "kept_tensors_rise_bytes": "growth of what its open files may keep",
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
+    "run_held_bytes": "memory of the run's processes",
     "epoch_seconds": "epoch, first batch to last",
     "freed_rise_bytes": "growth of freed memory that stays",
     "fd_rise_count": "growth of open files",

@@ -20,7 +20,9 @@ from collector.diagnosis.memory.leak import GrowingUse, Use, filling_of, growth_
 from collector.diagnosis.memory.resources import (
     GIVE_BACK_FREED,
     HOST_MEMORY,
+    HOST_MEMORY_OF_OTHERS,
     HOST_MEMORY_WITHOUT_WORKERS,
+    LOOK_ELSEWHERE,
     Resource,
 )
 from collector.diagnosis.run.columns import (
@@ -41,6 +43,7 @@ from collector.diagnosis.run.host_memory import binding_limit, demand_series, ke
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import after_training_ns, training_end_ns, training_start_ns
+from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Evidence, Finding, Limit, Locus, fact
 from collector.store import ProcessKey
 from collector.units import size
@@ -50,7 +53,8 @@ _CRITICAL_RATIO = 0.98
 #: PSI memory pressure, full: tasks stand still a tenth of the time.
 _HIGH_PRESSURE_RATIO = 0.10
 _NEGLIGIBLE_BYTES = 32 * MIB
-#: Share of the growth that must come from the run itself, unless `_NEAR_RATIO` of the limit is in use.
+#: Share of memory, and of its growth, below which other programs have more of it than the run. Growth of theirs
+#: matters once `_NEAR_RATIO` of the limit is in use.
 _RUN_SHARE_RATIO = 0.5
 _NEAR_RATIO = 0.8
 
@@ -75,9 +79,12 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     for begin, end in _phases(tables):
         course = _course(tables, host, use.where(is_known & (times >= begin) & (times <= end)), bound)
         if course is not None and course.is_relevant and _matters(course, copies):
-            return _with_freed(exhaustion_finding(course), course.growing)
+            risk = _with_freed(exhaustion_finding(course), course.growing)
+            if course.resource is HOST_MEMORY_OF_OTHERS:
+                risk = replace(risk, summary=f"{risk.summary} Less than half of the growth is the run's.")
+            return risk
     if peak(demand) >= FULL_RATIO * limit:
-        return _nearly_full(tables, host, peak(demand), bound, int(is_known.sum()))
+        return _nearly_full(use.where(is_known), bound)
     return None
 
 
@@ -99,10 +106,12 @@ def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | No
         trend = growth_of(filling) if filling.end + reserve > bound.value else None
     if trend is None:
         return None
+    growing = GrowingUse(use, trend)
+    is_of_others = _run_rise_bytes(growing) < _RUN_SHARE_RATIO * trend.rise
     return Course(
         what="Host memory",
-        resource=_resource(tables, host),
-        growing=GrowingUse(use, trend, _witnesses(tables, host, GrowingUse(use, trend))),
+        resource=HOST_MEMORY_OF_OTHERS if is_of_others else _resource(tables, host),
+        growing=replace(growing, witnesses=_witnesses(tables, host, growing)),
         limit=bound,
         reserve=reserve,
         filling=filling,
@@ -120,8 +129,7 @@ def _matters(course: Course, copies: Sequence[Finding]) -> bool:
     uncopied_bytes = sum(_uncopied_bytes(finding) for finding in copies)
     if copy_rate >= _RUN_SHARE_RATIO * trend.slope and used + uncopied_bytes < limit:
         return False  # copying ends before the limit
-    run_bytes = _run_rise_bytes(course.growing)
-    return not run_bytes < _RUN_SHARE_RATIO * trend.rise or used >= _NEAR_RATIO * limit
+    return course.resource is not HOST_MEMORY_OF_OTHERS or used >= _NEAR_RATIO * limit
 
 
 def _uncopied_bytes(finding: Finding) -> float:
@@ -129,16 +137,15 @@ def _uncopied_bytes(finding: Finding) -> float:
     return max(0.0, finding.limit.value - copied) if finding.limit else 0.0
 
 
-def _run_rise_bytes(growing: GrowingUse) -> float:
-    """Return the rise of the run's processes in the window of a growth, NaN if they have too few samples.
+def _run_bytes(use: Use) -> Floats:
+    """Return the memory of the run's processes on a host at the times of its demand, NaN where none was sampled.
 
-    It is that of the sum of `held_bytes`, in which shared memory counts once. Workers that end with their epoch
-    free what they took, so it is the processes' sum that may grow, not each of them.
+    It is the sum of `held_bytes`, in which shared memory counts once. Workers that end with their epoch free what
+    they took, so it is the processes' sum that may grow, not each of them.
     """
-    use, trend = growing.use, growing.trend
     tables, host, times = use.tables, use.locus.host, use.times
 
-    def find() -> float:
+    def find() -> Floats:
         process, total = tables.stream("process"), np.full(len(times), np.nan)
         margin = median(np.diff(times)) / 2  # the samples of a tick are not of one moment
         for _, rows in by_process(process[process["host"] == host]):
@@ -147,9 +154,14 @@ def _run_rise_bytes(growing: GrowingUse) -> float:
             if len(held):
                 lives = (times >= at[0] - margin) & (times <= at[-1] + margin)
                 total[lives] = np.nan_to_num(total[lives]) + np.interp(times[lives], at, held)
-        return rise_since(times, total, trend)
+        return total
 
-    return tables.once((_run_rise_bytes, host, trend.since_seconds), find)
+    return tables.once((_run_bytes, host, float(times[0]), len(times)), find)
+
+
+def _run_rise_bytes(growing: GrowingUse) -> float:
+    """Return the rise of the run's processes in the window of a growth, NaN if they have too few samples."""
+    return rise_since(growing.use.times, _run_bytes(growing.use), growing.trend)
 
 
 def _freed(growing: GrowingUse) -> tuple[ProcessKey, float, int] | None:
@@ -188,23 +200,32 @@ def _witnesses(tables: RunTables, host: str, growing: GrowingUse) -> tuple[Evide
     return (fact("run_processes_rise_bytes", round(rise), growing.window, n=growing.trend.n), *pressure)
 
 
-def _nearly_full(tables: RunTables, host: str, highest: float, limit: Limit, n: int) -> Finding | None:
+def _nearly_full(use: Use, limit: Limit) -> Finding | None:
+    tables, host, at = use.tables, str(use.locus.host), int(np.argmax(use.values))
     pressure = _pressure(tables, host)
     if not pressure:
         return None
+    highest, of_run = float(use.values[at]), float(_run_bytes(use)[at])
+    evidence = [fact("demand_peak_ratio", round(highest / limit.value, 4), "run", n=len(use.values))]
+    if math.isfinite(of_run):
+        evidence.append(fact("run_held_bytes", round(of_run), "same sample"))
     has_pressure = any(
         e.name == "memory_full_pressure_ratio" and float(e.value) >= _HIGH_PRESSURE_RATIO for e in pressure
     )
     is_critical = has_pressure or highest >= _CRITICAL_RATIO * limit.value
-    return full_finding(
+    full = full_finding(
         _resource(tables, host),
         limit,
         highest,
         Locus(host=host),
-        (fact("demand_peak_ratio", round(highest / limit.value, 4), "run", n=n), *pressure),
+        (*evidence, *pressure),
         severity="critical" if is_critical else "warning",
         verb="is" if lifecycle_of(tables).status() == "running" else "was",
     )
+    if of_run < _RUN_SHARE_RATIO * highest:
+        words = f"{full.summary} The run's processes held {size(of_run)} of it."
+        return replace(full, summary=words, advice=(LOOK_ELSEWHERE, *full.advice))
+    return full
 
 
 def _pressure(tables: RunTables, host: str) -> tuple[Evidence, ...]:

@@ -300,6 +300,13 @@ HOST_MEMORY_WITHOUT_WORKERS = replace(
         _RAISE_LIMIT,
     ),
 )
+LOOK_ELSEWHERE = Advice(
+    text="Look what else holds memory there: other programs (`top -o RES`), files in /dev/shm or another tmpfs "
+    "(`df -h -t tmpfs`)",
+    expected="their memory becomes free",
+)
+#: Host memory of which other programs take more than the run.
+HOST_MEMORY_OF_OTHERS = replace(HOST_MEMORY, risk_advice=(LOOK_ELSEWHERE, _RAISE_LIMIT))
 _GPU_ADVICE = (
     Advice(
         text=f"Fix the growth (see the gpu findings). {_CHECKPOINT}",

@@ -35,6 +35,7 @@ from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Limit, Locus, measurements
 from collector.store import ProcessGrowth
+from collector.units import size
 from training_harness.records import ROLE_MAIN, ROLE_WORKER, UNIT_BATCH, UNIT_OPTIMIZER
 
 
@@ -397,6 +398,21 @@ def test_distant_limit_is_only_information():
 
 def test_growth_of_other_programs_on_a_roomy_host_is_no_risk():
     assert kinds(memory(training(), host=2000 * RAMP)) == []
+
+
+def test_a_memory_that_others_fill_is_theirs_to_look_for():
+    grows = memory(training(), host=900 * RAMP, limit=5000 * MIB)
+    (risk,) = findings_of(grows)
+    assert "Less than half of the growth is the run's." in risk.summary
+    full = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
+    (level,) = findings_of(full)
+    held = level.value_of("run_held_bytes")
+    assert 0 < held < 2000 * MIB
+    assert f"The run's processes held {size(held)} of it." in level.summary
+    for finding in (risk, level):
+        assert "other programs" in finding.advice[0].text
+    own = memory(training(), main=900 * RAMP, host=900 * RAMP, limit=5000 * MIB)
+    assert all("other programs" not in advice.text for each in findings_of(own) for advice in each.advice)
 
 
 def test_workers_of_one_epoch_after_another_are_no_growth_of_the_run():
