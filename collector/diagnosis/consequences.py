@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -35,8 +36,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
     or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
     stay. So does /dev/shm that no process is seen to map, where workers of kept iterators live: a forked worker
-    holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information. A
-    loader with a worker that hangs is not healthy.
+    holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information, and so
+    does a rank that is late by its pauses. A loader with a worker that hangs is not healthy.
     """
     if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
         return None
@@ -55,6 +56,9 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return _consequence(finding, cause, "what the training process keeps")
     if finding.kind in _OF_SHARED_MEMORY and finding.locus.pid is None and _keeps_workers(findings, finding):
         return _consequence(finding, "fd-leak", "the workers of kept iterators, which hold what they inherited")
+    if finding.kind == "rank-straggler" and _is_late_by_pauses(findings, finding):
+        told = f"{finding.summary} It is late by its pauses: fix main-thread-pause first."
+        return replace(finding, severity="info", summary=told, consequence_of="main-thread-pause")
     if _ends_with_optimizers(findings, finding):
         told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
         return replace(finding, severity="info", summary=told)
@@ -97,6 +101,13 @@ def _keeps_workers(findings: list[Finding], like: Finding) -> bool:
     """Return whether a training process on the same host keeps workers of earlier iterators."""
     leaks = (finding for finding in findings if finding.kind == "fd-leak" and finding.locus.host == like.locus.host)
     return any(leak.value_of("kept_workers_count") is not None for leak in leaks)
+
+
+def _is_late_by_pauses(findings: list[Finding], late: Finding) -> bool:
+    """Return whether the pauses of a rank cost half of the time, or more, for which the others wait for it."""
+    pauses = _in_same_process(findings, "main-thread-pause", late)
+    costs = (pause.value_of("lost_seconds") or 0.0 for pause in pauses)
+    return sum(costs) >= (late.value_of("lost_seconds") or math.inf) / 2
 
 
 def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:

@@ -28,7 +28,7 @@ _MOST_PAUSES = 0.2  # share of the steps; pauses are 5 steps apart or more, else
 #: Steps of a training among which pauses can be found.
 LEAST_STEPS = _FIRST_STEPS + round(_MIN_PAUSES / _MOST_PAUSES)
 _LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
-_REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth
+_REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth, or a multiple of it
 _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
 _ODD_PHASE = 2.0  # times a phase's share of the usual step: waits for a core fall on all phases alike
 _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
@@ -131,11 +131,12 @@ def _recompilations(tables: RunTables, main: ProcessKey) -> list[Finding]:
 
 
 def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
-    usual, at = float(np.median(work)), _long_steps(tables, steps, work, main)
+    usual, starts = float(np.median(work)), _has_epoch_start(tables, steps, main)
+    at = _long_steps(tables, steps, work, main, starts)
     if not _MIN_PAUSES <= len(at) <= _MOST_PAUSES * len(steps):
         return []
     distance = float(np.median(np.diff(at)))
-    regular = float(np.mean(np.abs(np.diff(at) - distance) <= max(0.1 * distance, 1.0)))
+    regular = _regular_ratio(at, distance, starts)
     seconds = float((work[at] - usual).sum()) / SECOND_NS
     times = floats(steps, "time_ns")
     loss = Loss.of(tables, seconds, len(at), (times[0], times[-1]))
@@ -173,13 +174,23 @@ def _locus(steps: pd.DataFrame, main: ProcessKey, phase: str) -> Locus:
     return Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase)
 
 
-def _long_steps(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> npt.NDArray[np.intp]:
+def _regular_ratio(at: npt.NDArray[np.intp], distance: float, is_left_out: npt.NDArray[np.bool_]) -> float:
+    """Return the share of the distances that are the usual one, or a multiple with steps left out in between."""
+    gaps, left_out = np.diff(at), np.diff(np.cumsum(is_left_out)[at])
+    multiples = np.maximum(np.rint(gaps / distance), 1.0)
+    is_regular = (np.abs(gaps - multiples * distance) <= max(0.1 * distance, 1.0)) & (multiples <= 1 + left_out)
+    return float(np.mean(is_regular))
+
+
+def _long_steps(
+    tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey, is_left_out: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.intp]:
     """Return the places of steps that take far longer than usual, for no reason that is known."""
     usual = float(np.median(work))
     is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
     # More passes of the model than usual are a rollout or an evaluation, and no pause.
     passes = floats(steps, "passes_count")
-    is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
+    is_pause &= ~(is_left_out | (passes > np.nan_to_num(median(passes), nan=np.inf)))
     again = [event for event in tables.events_of("compilation", by=main) if event["reason"] is not None]
     is_pause &= _ns_in(again, steps) == 0
     at = np.flatnonzero(is_pause)

@@ -20,7 +20,7 @@ from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Finding, Locus
 from collector.store import ProcessKey
-from collector.units import count, duration, percent
+from collector.units import count, counted, duration, percent
 
 _FIRST_STEPS = 10
 _RECENT_STEPS = 1000
@@ -28,6 +28,8 @@ _BLOCK_STEPS = 10  # steps whose means are taken to be independent
 _MIN_STEPS = 5 * _BLOCK_STEPS
 _MIN_SAMPLES = 3
 _MATCHED_RATIO = 0.5  # share of the lateness that the others must wait, or that explains it by one phase
+_MOST_RATIO = 0.8  # share of the lateness that is most of it
+_FEW_RATIO = 0.1  # share of the steps that are few
 #: Phases of a step outside the backward pass, and the reason if they make a rank late.
 _PHASES = {
     "data_wait": "It waits for its data",
@@ -62,6 +64,15 @@ class _Use:
         return "no core" if self.cpu < _MATCHED_RATIO * self.run_queue else "computing"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Few:
+    """Few steps with most of the time by which a rank is late: their number, mean excess, and whether it saves."""
+
+    count: int
+    seconds: float
+    is_saving: bool
+
+
 def find_rank_straggler(tables: RunTables) -> list[Finding]:
     """Find `rank-straggler`: the one rank that holds up the others, if there is one."""
     hosts = _common_steps(tables, "step")
@@ -87,9 +98,10 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     flushes = retries.pop(straggler)
     if by == "compute" and all(flushes > other for other in retries.values()):
         by, why = "memory", f"{why}, while its allocator flushed its cache {count(flushes)} times"
-    use = None
+    use, few = None, _few_steps(tables, outside, rows, straggler)
     if by == "compute" and meet_on_host:
         use = _use_of_time(tables, steps, straggler, lateness.seconds)
+    doing = "saving" if few is not None and few.is_saving else by if use is None else use.name
     rank = whole(rows["rank"].iloc[-1])
     return [
         Finding(
@@ -98,7 +110,8 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             confidence=loss.confidence(_BLOCK_STEPS),
             summary=f"The other ranks wait for rank {rank}: it takes {duration(lateness.seconds)} longer per step, "
             f"and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are summed. "
-            f"{why}{_use_words(use)}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
+            f"{_few_words(few, len(rows))}{why}{_use_words(use)}. "
+            f"That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
             locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
             since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
             evidence=loss.evidence(
@@ -108,10 +121,38 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
                 **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
                 **({} if use is None else {"cpu_excess_ratio": use.cpu, "run_queue_excess_ratio": use.run_queue}),
             ),
-            advice=(_advice(by if use is None else use.name, rank, lateness.seconds),),
+            advice=(_advice(doing, rank, lateness.seconds),),
             limited_by=by,
         )
     ]
+
+
+def _few_steps(
+    tables: RunTables, outside: dict[ProcessKey, Floats], rows: pd.DataFrame, straggler: ProcessKey
+) -> _Few | None:
+    """Return the few steps on which most of a rank's lateness falls; None if it falls on many."""
+    excess = outside[straggler] - _others_median(outside, straggler)
+    longest = np.argsort(excess)[::-1]
+    few_count = 1 + int(np.searchsorted(np.cumsum(excess[longest]), _MOST_RATIO * excess.sum()))
+    if few_count > _FEW_RATIO * len(excess):
+        return None
+    few = rows.iloc[longest[:few_count]]
+    ends, saves = floats(few, "time_ns"), [e["time_ns"] for e in tables.events_of("checkpoint", by=straggler)]
+    saves_before = (np.searchsorted(saves, times) for times in (ends - floats(few, "duration_ns"), ends))
+    saving_count = int(np.count_nonzero(np.diff(list(saves_before), axis=0)))
+    return _Few(
+        count=few_count,
+        seconds=float(excess[longest[:few_count]].mean()) / SECOND_NS,
+        is_saving=saving_count >= _MATCHED_RATIO * few_count,
+    )
+
+
+def _few_words(few: _Few | None, steps_count: int) -> str:
+    if few is None:
+        return ""
+    saving = ", most of them with a checkpoint that it saves" if few.is_saving else ""
+    return f"Most of that falls on {counted(few.count, 'step')} of {count(steps_count)}, \
+{duration(few.seconds)} each{saving}. "
 
 
 def _late_phase(
@@ -168,6 +209,8 @@ network or a lock"
 
 def _advice(by: str, rank: int | None, seconds: float) -> Advice:
     text = {
+        "saving": f"Let rank {rank} save less often or in the background, or let all ranks save their part "
+        "(torch.distributed.checkpoint, async_save)",
         "data": f"Speed up the loading of rank {rank} (its own findings show what is slow there), or its shard, "
         "disk or cores",
         "memory": f"Give rank {rank} a smaller batch or shorter samples, or free what it keeps on the device: each "
@@ -216,10 +259,14 @@ def _lateness(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey) -> tuple[
     return _excess({key: _outside_ns(rows) for key, rows in steps.items()}, rank), _excess(within, rank)
 
 
+def _others_median(values: dict[ProcessKey, Floats], rank: ProcessKey) -> Floats:
+    median: Floats = np.median(np.array([series for key, series in values.items() if key != rank]), axis=0)
+    return median
+
+
 def _excess(values: dict[ProcessKey, Floats], rank: ProcessKey) -> _Excess:
     """Return how far one rank is above the median of the others; the error comes from blocks of steps."""
-    others = np.median(np.array([series for key, series in values.items() if key != rank]), axis=0)
-    excess = (values[rank] - others) / SECOND_NS
+    excess = (values[rank] - _others_median(values, rank)) / SECOND_NS
     blocks = excess[: len(excess) // _BLOCK_STEPS * _BLOCK_STEPS].reshape(-1, _BLOCK_STEPS).mean(axis=1)
     return _Excess(seconds=float(excess.mean()), error=float(blocks.std(ddof=1)) / math.sqrt(len(blocks)))
 

@@ -388,6 +388,17 @@ def test_regular_pauses_are_found(pause, distance, kinds):
         assert found["main-thread-pause"].locus.stage == "other"
 
 
+def test_pauses_that_fall_on_the_start_of_some_epochs_are_regular():
+    """Epochs of 100 steps, and a pause every 25 steps: each fourth is in the step in which an epoch starts."""
+
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
+
+    run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 100, "epochs": 8}
+    pause = loading_findings(simulate(**run))[1]["main-thread-pause"]
+    assert pause.summary.startswith("Every 25 steps")
+
+
 @pytest.mark.parametrize(("usual_phase", "found"), [("backward_ns", True), ("other_ns", False)])
 def test_regular_pauses_in_a_phase_of_their_own_are_no_waits_for_a_core(usual_phase, found):
     """The process waits for a core longer than the pauses last; such waits fall on all phases alike."""

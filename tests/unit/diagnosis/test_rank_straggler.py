@@ -5,6 +5,7 @@ import pytest
 from simulated_runs import MIB, Script, ns, sample_process, start_training
 
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
+from collector.diagnosis.verdict import diagnose
 from tests.recorded_runs import recorded
 from training_harness.records import ROLE_MAIN
 
@@ -103,6 +104,46 @@ def test_rank_that_became_late_costs_only_the_steps_since():
     assert found.value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
     assert found.value_of("lost_seconds") == pytest.approx(30, rel=0.05)
     assert (found.since_step, found.value_of("alloc_retry_count")) == (None, None)
+
+
+def paused(every, *, is_saving):
+    """Rank 1 takes 1 s longer in each step before a multiple of `every`; it saves a checkpoint then, or does something else."""
+    script = ranks(late=0.0, steps=400)
+    waiting, late = script.parts["step"]
+    for part, column in ((waiting, "backward_ns"), (late, "other_ns")):
+        extra = np.where(part["step"] % every == every - 1, ns(1.0), 0)
+        for changed in (column, "duration_ns"):
+            part[changed] += extra
+        part["time_ns"] += np.cumsum(extra)
+    if is_saving:
+        for row in late[late["other_ns"] > ns(0.5)].itertuples():
+            script.event(
+                row.time_ns / 1e9 - 0.9,
+                "checkpoint",
+                key=("node", 101, 5001),
+                rank=1,
+                begun_ns=row.time_ns - ns(0.95),
+            )
+    return script
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+def test_a_rank_that_is_late_in_few_steps_says_so_and_whether_it_saves_then(is_saving):
+    (found,) = find_rank_straggler(paused(40, is_saving=is_saving).tables())
+    assert "Most of that falls on 8 steps of 390, 1 s each" in found.summary
+    assert ("a checkpoint that it saves" in found.summary) == is_saving
+    assert ("save less often" in found.advice[0].text) == is_saving
+    (always,) = find_rank_straggler(ranks(late=0.030).tables())
+    assert "falls on" not in always.summary
+
+
+def test_a_rank_that_is_late_by_its_regular_pauses_is_told_of_these_first():
+    findings = diagnose(paused(40, is_saving=False).tables()).findings
+    found = {finding.kind: finding for finding in findings}
+    assert found["main-thread-pause"].locus.rank == found["rank-straggler"].locus.rank == 1
+    assert found["rank-straggler"].consequence_of == "main-thread-pause"
+    kinds = [finding.kind for finding in findings]
+    assert kinds.index("main-thread-pause") < kinds.index("rank-straggler")
 
 
 def test_ranks_that_make_no_other_wait_are_no_stragglers():
