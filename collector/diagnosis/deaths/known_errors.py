@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from collector.diagnosis.loading.loaders import loader_settings
+from collector.diagnosis.loading.names import loader_name
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
-from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, last, peak, sampled
+from collector.diagnosis.run.columns import SECOND_NS, between, floats, host_samples, last, peak, sampled, written
 from collector.diagnosis.run.host_memory import binding_limit
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Advice, Evidence, Fault, fact
 from collector.store import ProcessKey
-from collector.units import duration, size
+from collector.units import counted, duration, listed, size
+
+#: Timeout in ms of a collective (gloo's unbound_buffer.cc; torch's ProcessGroupNCCL.cpp).
+_WAITED = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +187,40 @@ def _archive(raised: _Raised) -> Cause | None:
 
 
 def _collective(raised: _Raised) -> Cause | None:
-    """Explain a collective that another rank left, if that rank had fewer batches."""
-    uneven = uneven_ranks(raised.tables)
-    if uneven is None:
-        return None
-    return Cause(sentence=uneven.sentence, advice=(uneven.advice,), fault="your code", evidence=uneven.evidence)
+    """Explain a collective that another rank left, if that had fewer batches, or came to too late."""
+    uneven, waited = uneven_ranks(raised.tables), _WAITED.search(raised.text)
+    if uneven is not None:
+        return Cause(sentence=uneven.sentence, advice=(uneven.advice,), fault="your code", evidence=uneven.evidence)
+    return None if waited is None else _late_rank(raised, int(waited[1]) / 1e3)
+
+
+def _late_rank(raised: _Raised, seconds: float) -> Cause:
+    """Explain a collective that waited longer than its timeout; batches say which rank did something else."""
+    tables, begin_ns, busy = raised.tables, raised.time_ns - seconds * SECOND_NS, []
+    for key in lifecycle_of(tables).mains:
+        batches = between(written(tables, "batch", key), begin_ns, raised.time_ns)
+        for loader, number in Counter(floats(batches, "loader")).items() if key != raised.key else ():
+            name = loader_name(loader_settings(tables).get((key, int(loader)), {}))
+            told = f"loader {int(loader)} ({name})" if name else f"loader {int(loader)}"
+            busy.append(f"{lifecycle_of(tables).name(key)} got {counted(number, 'batch')} of {told}")
+    meanwhile = f" Meanwhile {listed(busy)}." if busy else ""
+    look = (
+        "let all ranks share what one of them does alone"
+        if busy
+        else "find out what the others did (`tidegauge \
+stacks` names their lines while it lasts)"
+    )
+    return Cause(
+        sentence=f" Another rank did not come to this collective within the timeout of {duration(seconds)}."
+        f"{meanwhile}",
+        advice=(
+            Advice(
+                text=f"Let no rank wait that long: {look}, or raise the timeout (init_process_group(timeout=…))",
+                expected="all ranks come to each collective in time",
+            ),
+        ),
+        fault="your code",
+    )
 
 
 def _sender(raised: _Raised) -> Cause | None:
@@ -300,6 +335,12 @@ _GRAPH_TWICE = _known(
     "each backward pass has a graph of its own",
     "your code",
 )
+_UNUSED = _known(
+    "Use each parameter in each forward pass, or give DistributedDataParallel find_unused_parameters=True, which "
+    "costs a walk through the graph per step (TORCH_DISTRIBUTED_DEBUG=DETAIL names the unused ones)",
+    "each gradient is reduced in each step",
+    "your code",
+)
 _IN_PLACE = _known(
     "Run once under torch.autograd.set_detect_anomaly(True), which names the forward line, and write the operation "
     "there that changes a tensor in place (`+=`, `x[...] =`, relu_) as one that makes a new tensor",
@@ -317,6 +358,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"\[Errno 27\]", _FILE_SIZE),
         (r"backward through the graph a second time", _GRAPH_TWICE),
         (r"modified by an inplace operation", _IN_PLACE),
+        (r"Expected to have finished reduction in the prior iteration", _UNUSED),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
         (r"stack expects each tensor to be equal size", _UNEQUAL_SAMPLES),
         (r"DataLoader timed out", _timeout),

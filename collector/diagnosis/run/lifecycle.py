@@ -32,7 +32,7 @@ Status = Literal["running", "finished", "failed", "killed"]
 _SHELL_SIGNAL_BASE = 128
 _PROGRAM_CHARACTERS = 60
 _LAST_SIGNAL = 64
-_LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
+_LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
 # torch.multiprocessing.spawn: a child that a signal ended, and one that raised
 _SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")
 _SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
@@ -258,8 +258,8 @@ class Lifecycle:
             if key in self.exceptions:
                 if number := signal_raised(self.exceptions[key]):
                     killed[key] = number
-            elif key[1] in exit_codes:
-                killed[key] = signal_of(exit_codes[key[1]])
+            elif (number := signal_of(exit_codes.get(key[1]))) is not None:
+                killed[key] = number
             elif not exit_codes and self._ended_abruptly(key):
                 killed[key] = self._signal_from_command(key)
         is_command_alone = not killed and (self.trained_to_the_end or not self.mains)

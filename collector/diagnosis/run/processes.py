@@ -20,6 +20,8 @@ from collector.units import plain_text
 
 #: Break within a sentence of a message.
 _BROKEN_LINE = re.compile(r"\n\s*(?=[a-z])")
+#: Line of a library of PyTorch's that raised, by its path where PyTorch was built.
+_LIBRARY_LINE = re.compile(r"\[/\S*/third_party/(\w+)/\S*:\d+\] ")
 
 
 def sentence(words: str) -> str:
@@ -79,7 +81,7 @@ def last_step(tables: RunTables, key: ProcessKey) -> int | None:
 
 def message_lines(event: Mapping[str, Any]) -> list[str]:
     """Return the lines of the message that an event recorded, at least one; no line ends within a sentence."""
-    message = plain_text(str(event.get("message") or "")).strip()
+    message = _LIBRARY_LINE.sub(r"\1: ", plain_text(str(event.get("message") or "")).strip())
     return _BROKEN_LINE.sub(" ", message).splitlines() or [""]
 
 

@@ -143,7 +143,7 @@ def _bend(times: Floats, levels: Floats) -> int:
     It is the point farthest below the chord of the lower envelope.
     """
     blocks = min(BLOCK_COUNTS[0], len(times) // 3)
-    if blocks < _MIN_BLOCKS:
+    if blocks < _MIN_BLOCKS or times[-1] <= times[0]:
         return 0
     x, y = lower_envelope(times, levels, blocks)
     chord = y[0] + (y[-1] - y[0]) * (x - x[0]) / (x[-1] - x[0])
@@ -254,7 +254,9 @@ def thin(times: Floats, values: Floats) -> tuple[Floats, Floats]:
 def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: float) -> Growth | None:
     x, y = lower_envelope(times, values, count)
     x_origin = x[0]
-    x = x - x_origin
+    x, half = x - x_origin, count // 2
+    if not 0 < x[half] < x[-1]:
+        return None  # the clock of steps stood still for half of the blocks
     slope = theil_sen(x, y)
     rise = slope * x[-1]
     net = y[-1] - y[0]
@@ -262,7 +264,6 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
         return None
     if _kendall_z(y) < _KENDALL_Z:
         return None
-    half = count // 2
     first, second = float((y[half] - y[0]) / x[half]), float((y[-1] - y[half]) / (x[-1] - x[half]))
     if second < _SECOND_HALF_RATIO * (first + second):
         return None
@@ -295,7 +296,7 @@ def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
     if level[-1] <= 0:  # all that rose was given back in the end
         return False
     stairs = _stairs(level, level[-1] / PARTS_COUNT)
-    if len(stairs) < 3:
+    if len(stairs) < 3 or times[stairs[-1]] <= times[stairs[0]]:
         return False
     first, last = stairs[0], stairs[-1]
     heights, durations = np.diff(level[stairs]), np.diff(times[stairs])

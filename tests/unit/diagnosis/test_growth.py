@@ -174,3 +174,11 @@ def test_growth_that_is_all_given_back_in_the_end_is_none():
     values = 100 + 10 * SHARE + 0.02 * np.random.default_rng(0).normal(size=POINTS)
     values[-1] = 90.0
     assert growth(clock, values, negligible=0.5) is None
+
+
+def test_growth_while_the_steps_stand_still_is_none_per_step():
+    """The last half of the samples lies in one step, as in an evaluation or a long wait."""
+    steps_done = np.minimum(np.arange(60), 29).astype(float)
+    with np.errstate(all="raise"):
+        found = growth(np.arange(60.0), np.where(np.arange(60) < 30, 0.0, 5.0), negligible=1, steps=steps_done)
+    assert found is None

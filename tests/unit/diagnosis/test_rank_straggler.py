@@ -107,7 +107,7 @@ def test_rank_that_became_late_costs_only_the_steps_since():
 
 
 def paused(every, *, is_saving):
-    """Rank 1 takes 1 s longer in each step before a multiple of `every`; it saves a checkpoint then, or does something else."""
+    """Rank 1 takes 1 s longer in each step before a multiple of `every`; it saves then, or does not."""
     script = ranks(late=0.0, steps=400)
     waiting, late = script.parts["step"]
     for part, column in ((waiting, "backward_ns"), (late, "other_ns")):

@@ -6,6 +6,7 @@ from stack_events import IN_BACKWARD, POLL, add_stacks, process
 
 from collector.diagnosis.verdict import diagnose
 
+LAUNCHER = ("node", 90, 4900)
 OTHER_RANK = ("node", 200, 5100)
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:5798"
 
@@ -51,7 +52,27 @@ def test_a_collective_that_fails_names_the_batches_of_each(message, names):
     script.living = frozenset()
     end, script.now_seconds = script.now_seconds + 1, script.now_seconds + 2
     script.event(end - 0.5, "exception", OTHER_RANK, 1, type="RuntimeError", message=message, traceback="…")
-    script.event(end, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=1)
+    script.event(end, "command-exit", LAUNCHER, command_pid=MAIN[1], exit_status=1)
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "crashed"]
     assert ("Rank 0 has 140 batches in an epoch, rank 1 has 200" in found.summary) == names
     assert ("DistributedSampler" in found.advice[0].text) == names
+
+
+def test_a_collective_that_timed_out_is_the_cause_and_names_what_another_rank_did():
+    """Rank 0 evaluates; rank 1 waits for it for 3 s and raises, and the launcher ends rank 0 by SIGTERM."""
+    script = ranks(140, 100, dataset_length=(800, 800))
+    script.living = frozenset()
+    raised = script.parts["batch"][0]["time_ns"].iloc[-1] / 1e9
+    script.now_seconds = raised + 2
+    message = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
+    )
+    script.event(raised, "exception", OTHER_RANK, 1, type="RuntimeError", message=message, traceback="…")
+    codes = f"exitcode  : -15 (pid: {MAIN[1]})  (SIGTERM)\n exitcode  : 1 (pid: {OTHER_RANK[1]})"
+    script.event(raised + 1, "exception", LAUNCHER, type="ChildFailedError", message=codes, traceback="…")
+    script.event(raised + 1.5, "command-exit", LAUNCHER, command_pid=LAUNCHER[1], exit_status=1)
+    (found,) = [finding for finding in diagnose(script.tables()).findings if finding.group == "death"]
+    assert (found.kind, found.locus.rank) == ("crashed", 1)
+    assert "gloo: Timed out waiting 3000ms" in found.summary
+    assert "within the timeout of 3 s. Meanwhile rank 0 (pid 100) got" in found.summary
+    assert found.advice[0].text.startswith("Let no rank wait that long: let all ranks share")
