@@ -19,7 +19,7 @@ from types import CodeType, FrameType, TracebackType
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
 from training_harness.records import STREAMS
-from training_harness.redaction import redact
+from training_harness.redaction import redact, redact_text
 
 _TRACEBACK_CHARACTERS = 4000
 #: Folders of installed packages, and of this one.
@@ -152,8 +152,8 @@ def record_exit_message(message: object, caller: FrameType) -> None:
         text = str(message) if status is None else f"exit status {status}"
         error = sys.exc_info()[1]
         is_known = error is not None and not isinstance(error, SystemExit)
-        handled = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS] if is_known else None
-        fields = {"message": text[:_MESSAGE_CHARACTERS], "status": status, "site": site, "handled": handled}
+        handled = _without_middle(f"{type(error).__name__}: {error}") if is_known else None
+        fields = {"message": _without_middle(text), "status": status, "site": site, "handled": handled}
         session.events.append("exit-message", **fields)
 
 
@@ -168,10 +168,20 @@ def _described(
         message, trace = f"{message}, first {type(first).__name__}: {first}", first.__traceback__ or trace
     return {
         "type": kind.__name__,
-        "message": message[:_MESSAGE_CHARACTERS],
+        "message": _without_middle(message),
         "site": site_of(trace),
         "traceback": text[-_TRACEBACK_CHARACTERS:],
     }
+
+
+def _without_middle(message: str) -> str:
+    """Return a message without the middle of a long one: if it quotes a traceback, the error comes last."""
+    if len(message) <= _MESSAGE_CHARACTERS:
+        return message
+    half = _MESSAGE_CHARACTERS // 2
+    message = redact_text(message)  # before a secret is cut in two
+    _, line_break, last_lines = message[-half:].partition("\n")
+    return f"{message[:half]}\n…\n{last_lines}" if line_break else message[:_MESSAGE_CHARACTERS]
 
 
 def site_of(trace: TracebackType | None) -> str | None:

@@ -283,8 +283,10 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
         yield float(event["time_ns"]), f"{of} ended with {_short(raised_in(event, writer_of(event)).headline)}"
-    for event in tables.events_of("exit-message"):
-        yield float(event["time_ns"]), f"Process {event['pid']} called sys.exit: {_short(message_lines(event)[0])}"
+    exits = {writer_of(event): event for event in tables.events_of("exit-message")}
+    for key, event in exits.items():
+        words = f"{sentence(life.name(key))} called sys.exit: {_short(message_lines(event)[0])}"
+        yield float(event["time_ns"]), words
     for event in tables.events_of("before-oom"):
         yield float(event["time_ns"]), _precaution(event)
     for event in tables.events_of("risk-call"):

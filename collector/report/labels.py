@@ -63,6 +63,7 @@ LABELS = {
     "cpu_excess_ratio": "part of it in which the rank computes",
     "run_queue_excess_ratio": "part of it in which the rank waits for a core",
     "others_backward_excess_seconds": "others' backward pass longer by",
+    "others_forward_and_backward_excess_seconds": "others' model passes longer by",
     "alloc_retry_count": "flushes of the allocator's cache",
     "alloc_retry_steps_count": "steps in which the allocator flushed its cache",
     # Host memory

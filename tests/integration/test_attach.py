@@ -375,6 +375,18 @@ def test_second_run_in_a_process_counts_waits_for_persistent_workers_of_the_firs
         assert step.passes_count.isna().all(), "the DataLoader is watched instead of the model's calls"
 
 
+def test_a_long_message_keeps_its_end_where_a_quoted_traceback_has_the_error(run_attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.utils.data\nframes = ''.join(f'  File a.py, line {n}\\n' for n in range(300))\n"
+        "raise RuntimeError(f'Process 1 raised:\\n{frames}KeyError: 7')\n"
+    )
+    [event] = map(json.loads, run_attached(script).events("exception").body)
+    assert event["message"].startswith("Process 1 raised:\n")
+    assert event["message"].endswith("\nKeyError: 7")
+    assert len(event["message"]) < 2100
+
+
 def test_exception_that_ends_a_thread_is_recorded_and_printed(run_attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

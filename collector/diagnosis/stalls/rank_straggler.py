@@ -1,7 +1,8 @@
 """A rank that the others wait for: its own work takes longer, and the others wait in their backward pass.
 
-Ranks meet where gradients are summed, within the backward pass. A late rank spends more time outside of it and less
-in it than the others. So no clocks of different hosts are compared.
+Ranks meet where gradients are summed, within the backward pass; those that share the weights (FSDP) gather them in
+the forward pass as well. A late rank spends more time outside of these and less in them than the others. So no
+clocks of different hosts are compared.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ _PHASES = {
     "forward": "Its forward pass takes longer",
     "optimizer": "Its optimizer takes longer",
     "other": "It does something between its phases",
+}
+#: Where ranks meet, and what they do there.
+_MEETINGS = {
+    "backward": "backward pass, where gradients are summed",
+    "forward_and_backward": "forward and backward pass, where weights are gathered and gradients summed",
 }
 _HOST_PHASES = ("data_wait", "h2d")
 
@@ -80,7 +86,20 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     all_steps = _common_steps(tables, "device_time") or hosts
     if not all_steps:
         return []
-    meet_on_host = all_steps is hosts
+    on_host = all_steps is hosts
+    return _straggler(tables, all_steps, hosts, "backward", meet_on_host=on_host) or _straggler(
+        tables, _with_forward(all_steps), _with_forward(hosts), "forward_and_backward", meet_on_host=on_host
+    )
+
+
+def _straggler(
+    tables: RunTables,
+    all_steps: dict[ProcessKey, pd.DataFrame],
+    hosts: dict[ProcessKey, pd.DataFrame],
+    meeting: str,
+    *,
+    meet_on_host: bool,
+) -> list[Finding]:
     steps, hosts = _recent(all_steps), _recent(hosts)
     outside = {key: _outside_ns(rows) for key, rows in steps.items()}
     straggler = max(outside, key=lambda key: float(np.mean(outside[key])))
@@ -109,15 +128,17 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             severity=loss.severity,
             confidence=loss.confidence(_BLOCK_STEPS),
             summary=f"The other ranks wait for rank {rank}: it takes {duration(lateness.seconds)} longer per step, "
-            f"and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are summed. "
+            f"and they wait {duration(waits.seconds)} longer in their {_MEETINGS[meeting]}. "
             f"{_few_words(few, len(rows))}{why}{_use_words(use)}. "
             f"That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
             locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
             since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
             evidence=loss.evidence(
                 own_time_excess_seconds=lateness.seconds,
-                others_backward_excess_seconds=waits.seconds,
-                **{f"{phase}_excess_seconds": phase_seconds},
+                **{
+                    f"others_{meeting}_excess_seconds": waits.seconds,
+                    f"{phase}_excess_seconds": phase_seconds,
+                },
                 **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
                 **({} if use is None else {"cpu_excess_ratio": use.cpu, "run_queue_excess_ratio": use.run_queue}),
             ),
@@ -247,6 +268,14 @@ def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFra
 
 def _recent(steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, pd.DataFrame]:
     return {key: rows.iloc[-_RECENT_STEPS:] for key, rows in steps.items()}
+
+
+def _with_forward(steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, pd.DataFrame]:
+    """Return the steps with the forward pass as a part of the backward pass."""
+    both = {
+        key: floats(rows, "backward_ns") + np.nan_to_num(floats(rows, "forward_ns")) for key, rows in steps.items()
+    }
+    return {key: rows.assign(backward_ns=both[key], forward_ns=0) for key, rows in steps.items()}
 
 
 def _outside_ns(rows: pd.DataFrame) -> Floats:

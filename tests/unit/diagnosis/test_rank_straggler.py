@@ -83,6 +83,18 @@ def test_advice_for_a_straggler_fits_what_it_does_in_that_time(computing, queued
     assert found.advice[0].text.startswith(advice)
 
 
+def test_ranks_that_gather_weights_wait_in_their_forward_pass():
+    """With FSDP rank 0 waits for rank 1 in its forward pass, where the weights are gathered first."""
+    script = ranks(late=0.030, column="other_ns")
+    waiting = script.parts["step"][0]
+    waiting["forward_ns"] += ns(0.030)
+    waiting["backward_ns"] -= ns(0.030)
+    (found,) = find_rank_straggler(script.tables())
+    assert (found.locus.rank, found.locus.stage) == (1, "other")
+    assert "longer in their forward and backward pass, where weights are gathered" in found.summary
+    assert found.value_of("others_forward_and_backward_excess_seconds") == pytest.approx(0.030, rel=0.1)
+
+
 def test_straggler_on_gpus_is_found_from_device_and_host_times():
     script = ranks(late=0.030, column="data_wait_ns")
     for part in script.parts["step"]:
