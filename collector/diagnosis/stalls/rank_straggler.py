@@ -39,7 +39,7 @@ _PHASES = {
     "optimizer": "Its optimizer takes longer",
     "other": "It does something between its phases",
 }
-#: Where ranks meet, and what they do there.
+#: Places in which ranks meet, and what they do there.
 _MEETINGS = {
     "backward": "backward pass, where gradients are summed",
     "forward_and_backward": "forward and backward pass, where weights are gathered and gradients summed",
