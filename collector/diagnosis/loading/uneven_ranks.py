@@ -11,6 +11,9 @@ from collector.diagnosis.run.tables import RunTables, once
 from collector.findings import Advice, Evidence, fact
 from collector.units import count
 
+#: Longest time from the end of a pass that an exception leaves to the record of that exception.
+_UNWINDING_NS = 10**9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenRanks:
@@ -50,7 +53,13 @@ def uneven_ranks(tables: RunTables) -> UnevenRanks | None:
 
 def _passes(loop: Loop, rank: int) -> _Passes:
     numbers = loop.batches.groupby("epoch")["index"].max() + 1.0
-    over = {(event["loader"], event["epoch"]) for event in loop.tables.events_of("workers-ended", by=loop.main)}
+    # An exception on its way out ends the pass that it leaves.
+    raised = [event["time_ns"] for event in loop.tables.events_of("exception", by=loop.main)]
+    over = {
+        (event["loader"], event["epoch"])
+        for event in loop.tables.events_of("workers-ended", by=loop.main)
+        if not any(0 <= time_ns - event["time_ns"] < _UNWINDING_NS for time_ns in raised)
+    }
     length, size = (whole(loop.setting.get(name)) for name in ("dataset_length", "batch_size"))
     planned = length // size if length and size else math.inf
     ended = [

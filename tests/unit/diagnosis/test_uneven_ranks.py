@@ -41,6 +41,14 @@ def test_datasets_without_a_length_count_as_far_as_they_were_read():
     assert "Rank 0 has 140 batches in an epoch, rank 1 has 141" in hang(script).summary
 
 
+def test_a_pass_that_an_exception_leaves_is_not_over():
+    script = ranks(140, 141)
+    at = START_SECONDS + 50
+    script.event(at, "workers-ended", MAIN, 0, loader=0, epoch=0, begun_ns=0)
+    script.event(at + 0.002, "exception", MAIN, 0, type="KeyboardInterrupt", message="", traceback="…")
+    assert "batches in an epoch" not in hang(script).summary
+
+
 @pytest.mark.parametrize("lengths", [(800, 800), None])
 def test_ranks_that_are_not_equally_far_are_not_uneven(lengths):
     assert "batches in an epoch" not in hang(ranks(140, 141, dataset_length=lengths)).summary
