@@ -477,8 +477,8 @@ COLLECTOR_KILLED_TOO = Death(
 #: An attempt after which the launcher restarted all ranks, in which no rank recorded an exception.
 ATTEMPT_KILLED = Death(
     kind="killed",
-    sentence="Attempt {attempt} ended after {steps} steps{how}. {silent} of {ranks} ranks recorded no end "
-    "(killed, or stopped by the launcher). All ranks started again; their steps count from 0.",
+    sentence="Attempt {attempt} ended after {steps}{how}.{silent} All ranks started again; their steps count "
+    "from 0.",
     advice=(
         Advice(
             text="Load the newest checkpoint when the script starts, and save one more often",

@@ -41,6 +41,7 @@ from collector.diagnosis.run.processes import last_memory, last_step, message_li
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Advice, Finding, Locus, fact
 from collector.store import ProcessKey
+from collector.units import counted
 
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
@@ -324,7 +325,7 @@ def find_restarts(life: Lifecycle) -> list[Finding]:
 def _restart(life: Lifecycle, attempt: int, ranks: list[ProcessKey]) -> Finding:
     exceptions = sorted((event["time_ns"], key) for key, event in life.exceptions.items() if key in ranks)
     first = exceptions[0][1] if exceptions else None
-    error = life.exceptions[first] if first else {}
+    error = exception_of(life, first) if first else None
     steps = max((step + 1 for key in ranks if (step := last_step(life.tables, key)) is not None), default=0)
     locus = Locus(host=ranks[0][0], role="main")
     if first is not None:
@@ -335,15 +336,19 @@ def _restart(life: Lifecycle, attempt: int, ranks: list[ProcessKey]) -> Finding:
         fact("steps_of_the_attempt_count", steps, f"attempt {attempt}"),
         fact("ranks_without_farewell_count", len(silent), f"of {len(ranks)} that reported"),
     ]
-    if error:
-        evidence.append(fact("exception", f"{error['type']}: {error['message']}"[:300], "uncaught"))
+    how = no_end = ""
+    if error is not None:
+        evidence.append(fact("exception", shorten(error.text, _QUOTED_CHARACTERS, placeholder=" …"), "uncaught"))
+        headline = shorten(error.headline, _QUOTED_CHARACTERS, placeholder=" …").rstrip(".")
+        how = f" with an exception of rank {locus.rank}{error.site}: {headline}"
+    if silent:
+        no_end = f" {len(silent)} of {len(ranks)} ranks recorded no end (killed, or stopped by the launcher)."
     return (catalogue.ATTEMPT_CRASHED if error else catalogue.ATTEMPT_KILLED).finding(
         locus=locus,
         since_step=steps - 1 if steps else None,
         evidence=tuple(evidence),
         attempt=attempt,
-        steps=steps,
-        how=f" with {error['type']} in rank {locus.rank}" if error else "",
-        silent=len(silent),
-        ranks=len(ranks),
+        steps=counted(steps, "step"),
+        how=how,
+        silent=no_end,
     )

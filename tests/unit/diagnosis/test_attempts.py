@@ -35,7 +35,7 @@ def test_job_in_its_second_attempt_is_running():
     assert (verdict.status, verdict.attempts, verdict.steps) == ("running", 2, 3)
     [restart] = [finding for finding in verdict.findings if finding.severity != "info"]
     assert (restart.kind, restart.locus.rank, restart.since_step) == ("crashed", 1, 4)
-    assert "with ValueError in rank 1. 1 of 2 ranks recorded no end" in restart.summary
+    assert "exception of rank 1: ValueError: no such row. 1 of 2 ranks recorded no end" in restart.summary
 
 
 def test_verdict_is_that_of_the_last_attempt():
