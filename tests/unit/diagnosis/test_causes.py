@@ -407,6 +407,31 @@ def test_regular_pauses_in_a_phase_of_their_own_are_no_waits_for_a_core(usual_ph
     assert ("main-thread-pause" in loading_findings(script)[1]) == found
 
 
+@pytest.mark.parametrize(
+    ("cpu_ratio", "child_cores", "advice"),
+    [
+        (0.9, 0.0, "Look at what the loop does every 25 steps"),
+        (0.02, 0.0, "such as a file, the network or another thread"),
+        (0.02, 0.5, "such as its child processes, which compute"),
+    ],
+)
+def test_pauses_in_which_the_thread_waits_are_no_work_of_the_loop(cpu_ratio, child_cores, advice):
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
+
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
+    for part in script.parts["step"]:
+        part["outside_cpu_ns"] = np.round(cpu_ratio * part["other_ns"])
+    seconds = 1001.0 + np.arange(0.0, 12.0)
+    held = np.full(len(seconds), 300 * MIB)
+    child = (MAIN[0], 7, 7)
+    used = {"cpu_ns": child_cores * 1e9 * seconds, "parent_pid": np.full(len(seconds), MAIN[1])}
+    sample_process(script, seconds, child, ROLE_MAIN, private=held, rss=held, **used)
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert advice in pause.advice[0].text
+    assert ("Its thread waits then: it computes for 2.0% of a pause" in pause.summary) == (cpu_ratio < 0.1)
+
+
 def training_with_saves(saves, *, in_background=False):
     """A training of 800 steps that saves a checkpoint at some steps, each for some seconds."""
 
