@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, finish, jittered, ns, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, ns, sample_process, simulate
 
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.verdict import diagnose
@@ -101,6 +101,14 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it_and_are_copied(payload, 
         rates = [float(word) for word in found["copy-bound"].advice[0].expected.split() if word[0].isdigit()]
         without_bytes, without_transfer = 1 / (0.06 - 1 / 32), 1 / (0.06 - 0.049)
         assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
+
+
+@pytest.mark.parametrize(("earlier", "kinds"), [(0.0, ["copy-bound"]), (3000.0, ["compute-bound"])])
+def test_copies_of_a_loop_that_is_a_small_part_of_the_run_are_no_finding(earlier, kinds):
+    """A validation, say: 15 % of its loop, but less than 1 % of a run of an hour."""
+    script = simulate(collate="pad", **STEADY | {"consumer": jittered(0.06), "begin": START_SECONDS + earlier})
+    script = with_longer_waits(script, 0.01, blocked=True, payload_bytes=32 * MIB, ready_count=2)
+    assert [finding.kind for finding in find_stalls(finish(script).tables())] == kinds
 
 
 @pytest.mark.parametrize(
