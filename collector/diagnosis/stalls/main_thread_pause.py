@@ -51,8 +51,8 @@ _LESS_EVERY = (
 )
 _WAITING_RATIO = 0.1  # a thread that computes for less of its pauses waits for something
 _LESS_WAITING = (
-    "Find what the training waits for every {distance} steps, such as {what}: `tidegauge run --investigate` names the "
-    "line. Begin that work earlier, so that it goes on during the steps"
+    "Find what the training waits for every {distance} steps, such as {what}: `tidegauge run --investigate` names "
+    "the line. Begin that work earlier, so that it goes on during the steps"
 )
 
 
