@@ -103,6 +103,20 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it_and_are_copied(payload, 
         assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
 
 
+@pytest.mark.parametrize(("what", "kinds"), [("census", ["straggler-samples"]), ("growth", ["compute-bound"])])
+def test_fetches_that_a_trace_of_allocations_makes_slow_are_not_judged(what, kinds):
+    """The trace is Tidegauge's own: `--investigate` asks a worker that leaks for it."""
+
+    def service(generator, worker, index):
+        return jittered(0.01)(generator) * (20 if 200 <= index < 240 else 1)
+
+    script = simulate(**STEADY | {"service": service, "consumer": jittered(0.02), "batches": 800})
+    slow = [row for part in script.parts["fetch"] for _, row in part.iterrows() if 200 <= row["index"] < 240]
+    begun, ended = (choose(row["time_ns"] for row in slow) / 1e9 for choose in (min, max))
+    script.event(ended + 0.01, "snapshot", what=what, begun_ns=ns(begun - 0.3))
+    assert [finding.kind for finding in find_stalls(finish(script).tables())] == kinds
+
+
 @pytest.mark.parametrize(("earlier", "kinds"), [(0.0, ["copy-bound"]), (3000.0, ["compute-bound"])])
 def test_copies_of_a_loop_that_is_a_small_part_of_the_run_are_no_finding(earlier, kinds):
     """A validation, say: 15 % of its loop, but less than 1 % of a run of an hour."""
