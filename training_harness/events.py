@@ -291,6 +291,11 @@ EVENTS: dict[EventKind, Event] = {
         Field("loader", "int", "loader of the worker"),
         Field("worker", "int", "worker id"),
         Field("step", "int", "step of the training process, or batch of the worker"),
+        Field(
+            "begun_ns",
+            "int",
+            "time when a `growth` or a `profile` began, which slows the process down, or the answer",
+        ),
         Field("held_ns", "int", "time that training waited for the answer, at its end"),
         Field("path", "str", "file below the run directory"),
         Field("bytes", "int", "size of that file"),
@@ -352,6 +357,7 @@ EVENTS: dict[EventKind, Event] = {
         _COLLECTOR,
         "it begins to follow the run",
         Field("resumed", "bool", "true: the run had a collector before"),
+        Field("investigates", "bool", "true: with `--investigate`"),
         _COMMAND_PID,
     ),
     "collector-stop": _event(

@@ -47,6 +47,7 @@ LABELS = {
     # Training
     "pause_seconds": "length of a pause",
     "pause_distance_count": "steps from pause to pause",
+    "pause_cpu_ratio": "pauses, share on CPU",
     "regular_ratio": "pauses at regular distance",
     "saving_count": "pauses in torch.save",
     "compilation_count": "compilations of code that was compiled before",

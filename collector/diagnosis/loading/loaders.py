@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -94,8 +94,27 @@ def all_loops(tables: RunTables) -> list[Loop]:
         fetches = _join_loaders(fetch[(fetch["owner_pid"] == key[1]) & (fetch["host"] == key[0])], last_loader)
         for loader in sorted(int(number) for number in np.unique(floats(batches, "loader"))):
             of_loader = (part[floats(part, "loader") == loader] for part in (batches, fetches))
-            found_loops.append(_loop(tables, key, loader, settings.get((key, loader), {}), *of_loader))
+            loop = _loop(tables, key, loader, settings.get((key, loader), {}), *of_loader)
+            found_loops.append(_without_traced_times(loop))
     return found_loops
+
+
+def _without_traced_times(loop: Loop) -> Loop:
+    """Return the loop without fetches and waits while Tidegauge itself slowed one of its processes down.
+
+    A trace of allocations or a profile makes a fetch many times as long.
+    """
+    pids, batches, fetches = {loop.main[1], *loop.fetches["pid"]}, loop.batches, loop.fetches
+    for event in loop.tables.events_of("snapshot"):
+        is_traced = event.get("what") in ("growth", "profile") and event.get("begun_ns") is not None
+        if is_traced and event["host"] == loop.main[0] and event["pid"] in pids:
+            of_batch, of_fetch = (
+                (floats(rows, "time_ns") >= event["begun_ns"]) & (floats(rows, "time_ns") <= event["time_ns"])
+                for rows in (batches, fetches)
+            )
+            batches = batches.assign(wait_ns=np.where(of_batch, np.nan, floats(batches, "wait_ns")))
+            fetches = fetches[~of_fetch]
+    return replace(loop, batches=batches, fetches=fetches)
 
 
 @once

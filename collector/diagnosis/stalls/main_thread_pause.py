@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from collector.diagnosis.loading.child_processes import cpu_spent_ns
 from collector.diagnosis.loading.core_waits import queued_ratio
-from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, median, sampled_on, whole, written
 from collector.diagnosis.run.compilations import recompilations_of
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -19,6 +20,7 @@ from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Advice, Finding, Locus, fact, measurements
 from collector.store import ProcessKey
 from collector.units import count, counted, duration, percent
+from training_harness.records import ROLE_WORKER
 
 _PHASES = ("h2d", "forward", "backward", "optimizer", "other")
 _FIRST_STEPS = 10  # left out for lazy initialisation, compilation and autotuning
@@ -46,6 +48,11 @@ _LESS_EVERY = (
     "Look at what the loop does every {distance} steps: garbage collection (gc.freeze() after set-up, and fewer "
     "live objects), logging, saving a checkpoint, .item() or .cpu() on the device; do it less often, or in another "
     "thread or process"
+)
+_WAITING_RATIO = 0.1  # a thread that computes for less of its pauses waits for something
+_LESS_WAITING = (
+    "Find what the training waits for every {distance} steps, such as {what}: `tidegauge run --investigate` names "
+    "the line. Begin that work earlier, so that it goes on during the steps"
 )
 
 
@@ -148,26 +155,45 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
     if queued_ns >= seconds * SECOND_NS and share < _ODD_PHASE * usual_share:
         return []  # the process waited for a core
     pause_seconds, every = seconds / len(at), count(distance)
+    cpu_ratio = _cpu_ratio(steps.iloc[at]) if phase == "other" else None
+    waiting, advice = "", _LESS_EVERY
+    if cpu_ratio is not None and cpu_ratio < _WAITING_RATIO:
+        waiting = f"Its thread waits then: it computes for {percent(cpu_ratio)} of a pause. "
+        has_children = _children_seconds(tables, main, times) >= _WAITING_RATIO * seconds
+        what = "its child processes, which compute" if has_children else "a file, the network or another thread"
+        advice = _LESS_WAITING.replace("{what}", what)
     return [
         Finding(
             kind="main-thread-pause",
             severity=loss.severity,
             confidence=loss.confidence(_MIN_PAUSES),
             summary=f"Every {every} steps training pauses for {duration(pause_seconds)} (phase {phase}; a step "
-            f"takes {duration(usual / 1e9)} without data wait). That costs {duration(seconds)}, "
-            f"{percent(loss.ratio)} of the run.",
+            f"takes {duration(usual / 1e9)} without data wait). {waiting}{loss.words}",
             locus=_locus(steps, main, phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(
                 *loss.evidence(pause_seconds=pause_seconds, pause_distance_count=distance),
                 *measurements(len(at) - 1, loss.window, regular_ratio=regular),
                 *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
+                *(measurements(len(at), loss.window, pause_cpu_ratio=cpu_ratio) if cpu_ratio is not None else ()),
             ),
-            advice=(
-                Advice(text=_LESS_EVERY.format(distance=every), expected=f"up to {percent(loss.ratio)} less time"),
-            ),
+            advice=(Advice(text=advice.format(distance=every), expected=f"up to {percent(loss.ratio)} less time"),),
         )
     ]
+
+
+def _cpu_ratio(pauses: pd.DataFrame) -> float | None:
+    """Return the share of the time outside forward, backward and optimizer that the thread computed, if known."""
+    outside, cpu = floats(pauses, "other_ns"), floats(pauses, "outside_cpu_ns")
+    known = np.isfinite(cpu)
+    return float(cpu[known].sum() / max(outside[known].sum(), 1.0)) if known.any() else None
+
+
+def _children_seconds(tables: RunTables, main: ProcessKey, times: Floats) -> float:
+    """Return the CPU time of the process's children that load no batches, while it made these steps."""
+    rows = sampled_on(tables, main[0])
+    rows = rows[(floats(rows, "parent_pid") == main[1]) & (floats(rows, "role") != ROLE_WORKER)]
+    return cpu_spent_ns(rows, times[0], times[-1]) / SECOND_NS
 
 
 def _locus(steps: pd.DataFrame, main: ProcessKey, phase: str) -> Locus:

@@ -37,6 +37,7 @@ from collector.units import duration, percent
 MIN_BATCHES = 10
 MIN_FETCHES = 2  # per worker
 _HEALTHY_STARVED_RATIO = 0.05  # share of the loop's time
+_NEGLIGIBLE_RATIO = 0.01  # share of the run's time below which a transfer or a sampler is no finding
 _TRANSFER_RATIO = 0.4  # share of the loop's time from which the transfer is what it waits for
 _IDLE_MARGIN = 0.10  # how much more of their time the others must idle than a slow worker
 _SLOW_RATIO = 1.25  # fetch time of a slow worker over the others', beyond the error
@@ -172,9 +173,9 @@ def _hand_overs(case: LoadingCase, waits: HandOver) -> list[Finding]:
     """
     findings = []
     workers_idle = case.steady.idle_ratio >= BUSY_IDLE and not case.loop.setting.get("iterable")
-    if workers_idle and waits.sampler_seconds >= LEAST_LOST_RATIO * case.steady.interval:
+    if workers_idle and _is_costly(case, waits.sampler_seconds):
         findings.append(catalogue.sampler_bound(case, waits))
-    if waits.copy_seconds >= LEAST_LOST_RATIO * case.steady.interval:
+    if _is_costly(case, waits.copy_seconds):
         pinned = floats(written(case.loop.tables, "device_memory", case.loop.main), "pinned_allocated_bytes")
         pinned_bytes = float(np.nanmax(pinned, initial=0.0))
         is_pinned = bool(case.loop.setting.get("pin_memory")) and pinned_bytes > 0
@@ -185,6 +186,11 @@ def _hand_overs(case: LoadingCase, waits: HandOver) -> list[Finding]:
         elif not case.is_collated_in_place:
             findings.append(catalogue.copy_bound(case, waits))
     return findings
+
+
+def _is_costly(case: LoadingCase, seconds: float) -> bool:
+    """Return whether a time per batch is a part of the loop's time, and the whole of it a part of the run's."""
+    return seconds >= LEAST_LOST_RATIO * case.steady.interval and case.loss(seconds).ratio >= _NEGLIGIBLE_RATIO
 
 
 def _epoch_costs(loop: Loop, steady: Pace | None) -> list[Finding]:

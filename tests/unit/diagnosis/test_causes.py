@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, finish, jittered, ns, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, ns, sample_process, simulate
 
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.verdict import diagnose
@@ -101,6 +101,28 @@ def test_copying_is_blamed_only_if_the_bytes_explain_it_and_are_copied(payload, 
         rates = [float(word) for word in found["copy-bound"].advice[0].expected.split() if word[0].isdigit()]
         without_bytes, without_transfer = 1 / (0.06 - 1 / 32), 1 / (0.06 - 0.049)
         assert rates == pytest.approx([without_bytes, without_transfer, 1 / 0.06], rel=0.1)
+
+
+@pytest.mark.parametrize(("what", "kinds"), [("census", ["straggler-samples"]), ("growth", ["compute-bound"])])
+def test_fetches_that_a_trace_of_allocations_makes_slow_are_not_judged(what, kinds):
+    """The trace is Tidegauge's own: `--investigate` asks a worker that leaks for it."""
+
+    def service(generator, worker, index):
+        return jittered(0.01)(generator) * (20 if 200 <= index < 240 else 1)
+
+    script = simulate(**STEADY | {"service": service, "consumer": jittered(0.02), "batches": 800})
+    slow = [row for part in script.parts["fetch"] for _, row in part.iterrows() if 200 <= row["index"] < 240]
+    begun, ended = (choose(row["time_ns"] for row in slow) / 1e9 for choose in (min, max))
+    script.event(ended + 0.01, "snapshot", what=what, begun_ns=ns(begun - 0.3))
+    assert [finding.kind for finding in find_stalls(finish(script).tables())] == kinds
+
+
+@pytest.mark.parametrize(("earlier", "kinds"), [(0.0, ["copy-bound"]), (3000.0, ["compute-bound"])])
+def test_copies_of_a_loop_that_is_a_small_part_of_the_run_are_no_finding(earlier, kinds):
+    """A validation, say: 15 % of its loop, but less than 1 % of a run of an hour."""
+    script = simulate(collate="pad", **STEADY | {"consumer": jittered(0.06), "begin": START_SECONDS + earlier})
+    script = with_longer_waits(script, 0.01, blocked=True, payload_bytes=32 * MIB, ready_count=2)
+    assert [finding.kind for finding in find_stalls(finish(script).tables())] == kinds
 
 
 @pytest.mark.parametrize(
@@ -416,6 +438,31 @@ def test_regular_pauses_in_a_phase_of_their_own_are_no_waits_for_a_core(usual_ph
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, **used)
     assert ("main-thread-pause" in loading_findings(script)[1]) == found
+
+
+@pytest.mark.parametrize(
+    ("cpu_ratio", "child_cores", "advice"),
+    [
+        (0.9, 0.0, "Look at what the loop does every 25 steps"),
+        (0.02, 0.0, "such as a file, the network or another thread"),
+        (0.02, 0.5, "such as its child processes, which compute"),
+    ],
+)
+def test_pauses_in_which_the_thread_waits_are_no_work_of_the_loop(cpu_ratio, child_cores, advice):
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
+
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
+    for part in script.parts["step"]:
+        part["outside_cpu_ns"] = np.round(cpu_ratio * part["other_ns"])
+    seconds = 1001.0 + np.arange(0.0, 12.0)
+    held = np.full(len(seconds), 300 * MIB)
+    child = (MAIN[0], 7, 7)
+    used = {"cpu_ns": child_cores * 1e9 * seconds, "parent_pid": np.full(len(seconds), MAIN[1])}
+    sample_process(script, seconds, child, ROLE_MAIN, private=held, rss=held, **used)
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert advice in pause.advice[0].text
+    assert ("Its thread waits then: it computes for 2.0% of a pause" in pause.summary) == (cpu_ratio < 0.1)
 
 
 def training_with_saves(saves, *, in_background=False):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from training_harness import layout, session
 from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
-from training_harness.hooks.loading.loader_ids import LoaderRegistry, _site
+from training_harness.hooks.loading.loader_ids import LoaderRegistry, _record_site, _site, site_of
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.training import checkpoints, compilations
 from training_harness.hooks.training.devices import FORWARD, OTHER
@@ -72,6 +72,35 @@ def test_loader_is_named_by_its_own_statement_of_a_line(tmp_path):
     seen = []
     exec(compile(script.read_text(), script, "exec"), {"here": lambda at: seen.append(_site(at)), "sys": sys})
     assert [(site["line"], site["variable"]) for site in seen] == [(1, "train"), (1, "val"), (2, None)]
+
+
+_LIBRARY = """
+def make():
+    loader = DataLoader(range(4))
+    record(loader, sys._getframe())
+    return loader
+
+def fit():
+    used(make())
+    return "a model"
+
+class Ready(DataLoader):
+    def __init__(self):
+        super().__init__(range(4))
+        record(self, sys._getframe())
+        used(self)
+"""
+
+
+def test_loader_that_a_library_makes_and_uses_in_one_call_is_not_named_by_the_result(tmp_path):
+    script, library = tmp_path / "train.py", tmp_path / "site-packages" / "library.py"
+    script.write_text("train = make()\nused(train)\nmodel = fit()\nready = Ready()\n")
+    seen = []
+    names = {"DataLoader": DataLoader, "record": _record_site, "sys": sys, "__name__": "library"}
+    names["used"] = lambda loader: seen.append(site_of(loader))
+    exec(compile(_LIBRARY, library, "exec"), names)
+    exec(compile(script.read_text(), script, "exec"), names)
+    assert [(site["line"], site["variable"]) for site in seen] == [(1, "train"), (3, None), (4, "ready")]
 
 
 def test_unknown_iterator_class_is_reported_once(steps):

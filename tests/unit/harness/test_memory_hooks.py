@@ -326,6 +326,7 @@ def test_profile_and_growth_end_at_their_limit_and_on_close(out_of_memory, monke
 
     monkeypatch.setattr(module, "LIMIT_NS", 1)
     ask(2)
+    begun_ns = time.monotonic_ns()
     assert is_running()
     if what == "growth":
         child = os.fork()
@@ -338,6 +339,7 @@ def test_profile_and_growth_end_at_their_limit_and_on_close(out_of_memory, monke
     assert gc.get_freeze_count() == 0
     (reported,) = world.events("snapshot")
     assert reported["request"] == f"{what}-2"
+    assert reported["begun_ns"] < begun_ns < reported["time_ns"], "the time in which it slowed the process down"
     saved = json.loads(gzip.decompress((world.current.run_dir / reported["path"]).read_bytes()))
     assert saved["steps_count"] == 0
 

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from training_harness import session
@@ -27,8 +27,8 @@ _DESCRIBED_LOADERS = 1000
 _SAME_SETTINGS_LOADERS = 8
 #: Number of remembered settings: a loader of another length in each step must not fill the memory.
 _CONFIGURATIONS = 256
-#: id of a loader -> (weak reference to the loader, the place that made it).
-_sites: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+#: id of a loader -> (weak reference to the loader, the place that made it, the call there: code and instruction).
+_sites: dict[int, tuple[weakref.ref[Any], dict[str, Any], tuple[CodeType, int] | None]] = {}
 #: Number of remembered places: a script that makes a loader in each step must not fill the memory.
 _SITES_AT_MOST = 256
 #: `train_loader = DataLoader(...)`, also as an attribute or with an annotation.
@@ -186,9 +186,21 @@ def install() -> Hook:
 
 
 def site_of(loader: Any) -> dict[str, Any]:
-    """Return `file`, `line` and `variable` of a loader; empty where it is not known."""
-    reference, site = _sites.get(id(loader), (None, {}))
-    return site if reference is not None and reference() is loader else {}
+    """Return `file`, `line` and `variable` of a loader about to be iterated; empty where it is not known."""
+    reference, site, call = _sites.get(id(loader), (None, {}, None))
+    if reference is None or reference() is not loader:
+        return {}
+    return site | {"variable": None} if _goes_on(call, loader) else site
+
+
+def _goes_on(call: tuple[CodeType, int] | None, loader: Any) -> bool:
+    """Return whether the call that made the loader uses it, too: `model = train()` assigns something else."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code, frame.f_lasti) != call:
+        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is loader:
+            return False  # the loader's own constructor iterates
+        frame = frame.f_back
+    return frame is not None
 
 
 def _init(hook: Hook, original: Any) -> Any:
@@ -204,12 +216,12 @@ def _record_site(loader: Any, frame: FrameType | None) -> None:
     if len(_sites) >= _SITES_AT_MOST:
         _sites.pop(next(iter(_sites)))
     key = id(loader)
-    _sites[key] = weakref.ref(loader, lambda _: _sites.pop(key, None)), _site(frame)
+    frame = session.user_frame(frame) or frame  # the innermost of the user's own code
+    call = frame and (frame.f_code, frame.f_lasti)
+    _sites[key] = weakref.ref(loader, lambda _: _sites.pop(key, None)), _site(frame), call
 
 
 def _site(frame: FrameType | None) -> dict[str, Any]:
-    """Find the innermost line of the user's own code, else the one that made the loader."""
-    frame = session.user_frame(frame) or frame
     if frame is None:
         return {}
     path, line = frame.f_code.co_filename, frame.f_lineno

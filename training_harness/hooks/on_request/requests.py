@@ -60,6 +60,7 @@ class Requests:
         self._callback: Callable[[session.Session, int], None] | None = None
         self._running: Profile | Growth | None = None
         self._running_name = ""
+        self._running_since_ns = 0
 
     def call(self, function: Callable[[session.Session, int], None]) -> None:
         """Schedule a call at the end of this step; it replaces one that is scheduled already."""
@@ -110,7 +111,7 @@ class Requests:
             self.close()
             make = functools.partial(_fail, error)
         self._running = None
-        self._answer(current, step, self._running_name, make)
+        self._answer(current, step, self._running_name, make, since_ns=self._running_since_ns)
 
     def _new_requests(self, run_dir: Path) -> list[str]:
         try:
@@ -120,7 +121,9 @@ class Requests:
         new_names, self._names = names - self._names, names
         return sorted(new_names)
 
-    def _answer(self, current: session.Session, step: int, name: str, make: _AnswerMaker) -> None:
+    def _answer(
+        self, current: session.Session, step: int, name: str, make: _AnswerMaker, *, since_ns: int | None = None
+    ) -> None:
         begun_ns = time.monotonic_ns()
         try:
             answer = make(current)
@@ -131,9 +134,8 @@ class Requests:
         if answer is not None:
             held_ns = time.monotonic_ns() - begun_ns
             what = name.partition("-")[0]
-            current.events.append(
-                "snapshot", request=name, what=what, step=step, held_ns=held_ns, **self._labels, **answer
-            )
+            times = {"begun_ns": since_ns or begun_ns, "held_ns": held_ns}
+            current.events.append("snapshot", request=name, what=what, step=step, **times, **self._labels, **answer)
 
     def _make_answer(self, current: session.Session, *, step: int, name: str) -> dict[str, Any] | None:
         """Return the fields of the answer; None if there is none, or if it follows in a later step."""
@@ -162,7 +164,7 @@ class Requests:
             raise RefusedError("another profile or growth is being recorded; try again when it has ended")
         steps = int(request["steps"])
         self._running = Profile(torch, steps) if what == "profile" else Growth(torch, steps, self._unit)
-        self._running_name = name
+        self._running_name, self._running_since_ns = name, time.monotonic_ns()
         return None
 
 
