@@ -54,6 +54,12 @@ def test_exact_name_wins_over_a_longer_one(tmp_path, three_runs):
     assert find_run(tmp_path, "beta") == three_runs[1]
 
 
+def test_exact_name_wins_over_a_name_that_has_it_as_a_word(tmp_path, three_runs):
+    worded = layout.create_run(tmp_path, name="beta-worker", argv=["x"])
+    assert find_run(tmp_path, "beta") == three_runs[1]
+    assert find_run(tmp_path, "worker").path == worded
+
+
 def test_a_run_is_found_by_path_without_a_home(tmp_path, three_runs):
     assert find_run(tmp_path / "nowhere", str(three_runs[0].path)) == three_runs[0]
 
