@@ -144,6 +144,6 @@ def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool) -> A
             text=command, expected="it names the lines that allocate the memory that stays; 100 steps are slower"
         )
     return Advice(
-        text="Run it again with `tidegauge run --investigate -- COMMAND`",
+        text="Run it again for a minute or more with `tidegauge run --investigate -- COMMAND`",
         expected="the report names the lines that allocate the memory that stays",
     )
