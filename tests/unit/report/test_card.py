@@ -17,7 +17,7 @@ from collector.diagnosis.checks import Check
 from collector.diagnosis.ending import Ending, ExitRecord, Happening
 from collector.diagnosis.verdict import Verdict
 from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine, measurements
-from collector.report import card as report, wording
+from collector.report import card as report, signpost, wording
 
 MIB, GIB = 2**20, 2**30
 
@@ -257,6 +257,15 @@ def test_card_with_a_stall_has_no_all_clear():
     text = card(verdict(HEALTHY))
     assert "19 s (decode 80%" in text
     assert "Nothing needs attention" not in text
+
+
+def test_short_card_names_no_line_that_it_lacks():
+    console = Console(width=80, file=io.StringIO())
+    short = signpost.short_card(verdict(HEALTHY), run_id="r", name="healthy", address="http://localhost:8501")
+    console.print(short)
+    text = console.file.getvalue()
+    assert "  No warnings.\n" in text
+    assert "stall" not in text
 
 
 def test_short_stall_of_a_long_run_is_not_shown():
