@@ -18,6 +18,7 @@ from collector.diagnosis.ending import Ending, ExitRecord, Happening
 from collector.diagnosis.verdict import Verdict
 from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine, measurements
 from collector.report import card as report, signpost, wording
+from collector.report.html import verdict_card
 
 MIB, GIB = 2**20, 2**30
 
@@ -307,8 +308,12 @@ def test_card_names_the_unit_of_other_steps(unit, words):
 
 
 def test_card_without_training_claims_neither_health_nor_speed():
-    text = card(verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0)))
+    untrained = verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0))
+    text = card(untrained)
     assert "No steps or batches were seen" in text
+    peak = {"run_pss_bytes": None, "device_reserved_bytes": None}
+    unread = dataclasses.replace(untrained, summary={**untrained.summary, "peak": peak})
+    assert "host memory" not in verdict_card(unread, run_id="r", name="early")
     assert "Nothing needs attention" not in text
     assert "steps/s" not in text
 
