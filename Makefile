@@ -50,7 +50,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
 # The documentation as a site, in site/.
 docs: setup
 	$(BIN)/mkdocs build --quiet --clean
-	@echo "Open site/index.html"
+	@echo "Read it on http://localhost:8000: $(BIN)/python -m http.server --directory site"
 
 test: static browser prometheus postgres compiler unit
 
