@@ -48,7 +48,7 @@ def own_first(runs: Iterable[Run]) -> list[Run]:
 def find_run(home: Path, spec: str) -> Run:
     """Return the run that `spec` names: an id, a name, `latest`, a path to a run directory, a unique part of an id.
 
-    A name comes before a word of a longer name, and a word before a part of one.
+    A name given later comes before one of an id, that before a word of a longer one, and a word before a part.
 
     Raises:
         TidegaugeError: there is none, or more than one.
@@ -65,9 +65,11 @@ def find_run(home: Path, spec: str) -> Run:
         return own_first(runs)[0]
     exact = [run for run in runs if run.run_id == spec]
     prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
-    named = [run for run in runs if spec in (run.annotation.name, _name_in(run.run_id))]
+    renamed = [run for run in runs if run.annotation.name == spec]
+    named = [run for run in runs if _name_in(run.run_id) == spec]
     with_word = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-"]
-    matches = exact or prefixed or named or with_word or [run for run in runs if spec and spec in run.run_id]
+    with_part = [run for run in runs if spec and spec in run.run_id]
+    matches = exact or prefixed or renamed or named or with_word or with_part
     if len(matches) == 1:
         return matches[0]
     if not matches:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from collector.errors import TidegaugeError
+from collector.store import Edit, annotate
 from collector.store.catalogue import find_run, list_runs
 from collector.store.runs.run import Run, living_processes
 from training_harness import layout
@@ -58,6 +59,8 @@ def test_exact_name_wins_over_a_name_that_has_it_as_a_word(tmp_path, three_runs)
     worded = layout.create_run(tmp_path, name="beta-worker", argv=["x"])
     assert find_run(tmp_path, "beta") == three_runs[1]
     assert find_run(tmp_path, "worker").path == worded
+    annotate(three_runs[0], Edit(name="beta"))
+    assert find_run(tmp_path, "beta") == three_runs[0]
 
 
 def test_a_run_is_found_by_path_without_a_home(tmp_path, three_runs):
