@@ -41,7 +41,7 @@ endef
 PHOTOGRAPHS := 420
 
 # One worker for large photographs: training waits, and the card predicts what another setting gives. The step gets
-# one thread, which leaves a core to the worker on the smallest machine.
+# one thread, which leaves a core to the worker on the smallest machine. SERVE=0 leaves the dashboard out.
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
 	@$(BIN)/python -P -m training_harness.jobs.photographs $(PHOTOGRAPHS)
 	@OMP_NUM_THREADS=1 $(BIN)/tidegauge job $(if $(filter 1,$(SERVE)),--dashboard --port $(PORT)) images --num-workers 1 --batch-size 16 \
@@ -50,7 +50,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
 # The documentation as a site, in site/.
 docs: setup
 	$(BIN)/mkdocs build --quiet --clean
-	@echo "Open site/index.html"
+	@echo "Read it on http://localhost:8000: $(BIN)/python -m http.server --directory site"
 
 test: static browser prometheus postgres compiler unit
 

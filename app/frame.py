@@ -29,6 +29,7 @@ _STYLE = """<style>
 .stMainBlockContainer h2 { padding: 0; }
 .stMainBlockContainer [data-testid=stCaptionContainer] code { color: inherit; }
 .stMainBlockContainer table :is(th, td) { padding: 0.2rem 0.6rem; }
+.stMainBlockContainer td:nth-child(2):last-child { overflow-wrap: anywhere; }
 @media (max-width: 640px) {
   .stMainBlockContainer { padding: 4rem 0.75rem 2rem; }
   .stMainBlockContainer [data-testid=stMetric] { padding: 0.4rem 0.6rem; }

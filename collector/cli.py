@@ -78,6 +78,7 @@ def main() -> None:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "tidegauge"
         message = _SUGGESTION.sub(r" \1", error.format_message()).rstrip(".")
+        message = message.replace("valid integer range", "whole number").replace("valid float range", "number")
         _fail(f"{message}{' See' if message.endswith('?') else '; see'} {path} --help", error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)

@@ -88,7 +88,8 @@ def identity(finding: Finding) -> Identity:
     """Return the identity of a finding: no pid, host, rank, worker number, line or figure is in it."""
     where = finding.locus
     loader = _stable_loader(where)
-    role = {"main": "training process", "worker": "workers"}.get(where.role or "", where.role)
+    roles = {"main": "training process", "worker": "workers", "other": "another process"}
+    role = roles.get(where.role or "", where.role)
     if where.worker is not None and where.worker >= 0:
         role = "workers"
     parts = [

@@ -91,7 +91,7 @@ def percent(ratio: float | None) -> str:
     """Return a ratio in percent: 0.31 is `31%`; one decimal below 10%."""
     if not is_known(ratio):
         return MISSING
-    return f"{ratio:.0%}" if abs(ratio) >= 0.0995 or ratio == 0 else f"{ratio:.1%}"
+    return f"{ratio:,.0%}" if abs(ratio) >= 0.0995 or ratio == 0 else f"{ratio:.1%}"
 
 
 def size(value_bytes: float | None) -> str:

@@ -78,6 +78,10 @@ class Report:
     def _repr_html_(self) -> str:
         return self._html
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Write the report where IPython shows no HTML, as in a terminal."""
+        printer.text(self._text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:

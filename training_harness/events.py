@@ -357,7 +357,6 @@ EVENTS: dict[EventKind, Event] = {
         _COLLECTOR,
         "it begins to follow the run",
         Field("resumed", "bool", "true: the run had a collector before"),
-        Field("investigates", "bool", "true: with `--investigate`"),
         _COMMAND_PID,
     ),
     "collector-stop": _event(

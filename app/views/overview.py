@@ -217,7 +217,8 @@ def _host_peak(moment: Moment) -> Metric:
     all_ranks = replace(moment.whole, rank=None)
     by_role = queries.memory_by_role(moment.snapshot, all_ranks, "pss_bytes", host).drop(columns="elapsed_seconds")
     peak, where = by_role.sum(axis=1, min_count=1).max(), "of the run" if host is None else f"on {host}"
-    share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity else ""
+    # Above the limit it is no share of it: a group is not charged for pages that others have read before.
+    share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity and peak <= capacity else ""
     return Metric(
         "Peak host memory (PSS)",
         f"{size(peak)}{share}",

@@ -41,7 +41,7 @@ def tag(
 ) -> None:
     """Show or change the name, tags, note and pin of a run.
 
-    NAME is the run's new name: every command takes it as RUN, as long as no other run fits. The id stays.
+    NAME is the run's new name: every command takes it as RUN, as long as no other run has it. The id stays.
     """
     from collector.store import Edit, annotate, find_run
 

@@ -24,6 +24,8 @@ _OF_PROCESS: dict[tuple[str, str | None], str] = {
     ("host-oom-kill", "main"): "training process's memory",
     ("host-oom-kill", "worker"): "workers' memory",
 }
+#: Checks that read what the hooks record.
+_OF_HOOKS = ("workers' memory", "data loading", "pauses of the training")
 _LEAST_READINGS = 2
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
@@ -36,7 +38,10 @@ def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ..
 
 
 def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
+    life = lifecycle_of(tables)
     obstacle = _CHECKS[name](tables)
+    if obstacle and name in _OF_HOOKS and life.watched and not life.mains:
+        obstacle = "watched from outside"
     found = [finding for finding in findings if _leads_to(name, finding)]
     if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")

@@ -16,7 +16,7 @@ import numpy as np
 from collector.diagnosis.deaths.host_oom_kill import MARGIN_TICKS, memory_was_short
 from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
 from collector.diagnosis.deaths.victims import end_of
-from collector.diagnosis.loading.loaders import loader_settings
+from collector.diagnosis.loading.loaders import loader_settings, worker_slots
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, origin_ns, whole, written
 from collector.diagnosis.run.exceptions import exception_of, raised_in
@@ -277,9 +277,11 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
         words = f" ({size(asked)} requested)" if asked is not None else ""
         at = float(event.get("error_time_ns") or event["time_ns"])
         yield at, f"GPU {number(event.get('device'))} ran out of memory{words}."
+    slots = worker_slots(tables)
     for key, event in life.exceptions.items():
-        error = exception_of(life, key)
-        yield float(event["time_ns"]), f"{sentence(life.name(error.process))} raised {_short(error.headline)}"
+        error, slot = exception_of(life, key), slots.get(key[:2])
+        of = sentence(life.name(error.process)) if slot is None else f"Worker {slot[2]} of loader {slot[1]}"
+        yield float(event["time_ns"]), f"{of} raised {_short(error.headline)}"
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
         yield float(event["time_ns"]), f"{of} ended with {_short(raised_in(event, writer_of(event)).headline)}"

@@ -147,9 +147,9 @@ def figures(verdict: Verdict) -> list[tuple[str, str]]:
         if not verdict.workers_reporting[1]:
             inline = "none: the training process makes its batches"
             pairs.append(("workers", inline if verdict.batches else f"{MISSING} no DataLoader seen"))
-    pairs.append(
-        ("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS of the training's processes)")
-    )
+    if _has_trained(verdict) or peak["run_pss_bytes"] is not None:
+        held = quantity(peak["run_pss_bytes"], "bytes")
+        pairs.append(("peak", f"{held} host memory (PSS of the training's processes)"))
     if peak["device_reserved_bytes"] is not None:
         pairs.append(("", f"{quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
     return pairs + _own_cost(verdict)

@@ -52,7 +52,8 @@ def _heading(verdict: Verdict) -> Text:
     finding = gravest(verdict)
     if finding is not None:
         return Text("  ").append(card.heading(finding))
-    words = card.calm_words(verdict)
+    words, has_more, _ = card.calm_words(verdict).partition(". ")  # the rest names a line of the whole card
+    words += "." if has_more else ""
     return Text(f"  {words}", style="bold green" if words.startswith("✔") else "bold")
 
 

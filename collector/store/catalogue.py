@@ -48,7 +48,7 @@ def own_first(runs: Iterable[Run]) -> list[Run]:
 def find_run(home: Path, spec: str) -> Run:
     """Return the run that `spec` names: an id, a name, `latest`, a path to a run directory, a unique part of an id.
 
-    A name, given later or as a whole word of an id, comes before a part of a word.
+    A name given later comes before one of an id, that before a word of a longer one, and a word before a part.
 
     Raises:
         TidegaugeError: there is none, or more than one.
@@ -65,18 +65,26 @@ def find_run(home: Path, spec: str) -> Run:
         return own_first(runs)[0]
     exact = [run for run in runs if run.run_id == spec]
     prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
-    named = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-" or run.annotation.name == spec]
-    matches = exact or prefixed or named or [run for run in runs if spec and spec in run.run_id]
+    renamed = [run for run in runs if run.annotation.name == spec]
+    named = [run for run in runs if _name_in(run.run_id) == spec]
+    with_word = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-"]
+    with_part = [run for run in runs if spec and spec in run.run_id]
+    matches = exact or prefixed or renamed or named or with_word or with_part
     if len(matches) == 1:
         return matches[0]
     if not matches:
         raise TidegaugeError(
             f"no run {spec!r} among the {len(runs)} in {home / 'runs'}: give a run id, a unique part of one, the "
-            f"path of a run directory, or `{LATEST}`; `tidegauge runs` lists them"
+            f"name of a run, the path of a run directory, or `{LATEST}`; `tidegauge runs` lists them"
         )
     shown = ", ".join(run.run_id for run in matches[:_SHOWN_MATCHES])
     more = ", …" if len(matches) > _SHOWN_MATCHES else ""
     raise TidegaugeError(f"{spec!r} fits {len(matches)} runs ({shown}{more}): give more of the id")
+
+
+def _name_in(run_id: str) -> str:
+    """Return the name within an id, which stands between the start's date and time and the last word."""
+    return "-".join(run_id.split("-")[2:-1])
 
 
 def _is_run(path: Path) -> bool:

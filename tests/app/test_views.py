@@ -52,6 +52,15 @@ def test_healthy_cpu_run_has_no_gpu_figures(monkeypatch, homes):
     assert len(shown) <= 6
 
 
+@pytest.mark.parametrize(("capacity_bytes", "has_share"), [(8 << 30, True), (1 << 20, False)])
+def test_a_peak_above_the_limit_is_no_share_of_it(monkeypatch, homes, capacity_bytes, has_share):
+    limit = {"capacity_bytes": capacity_bytes, "host": None, "limit": "cgroup"}
+    monkeypatch.setattr("collector.store.queries.tightest_limit", lambda _: limit)
+    at = open_view(monkeypatch, homes["healthy"], "overview")
+    (peak,) = (metric.value for metric in at.metric if metric.label == "Peak host memory (PSS)")
+    assert ("%" in peak) == has_share
+
+
 def test_overview_and_report_give_the_same_figures(monkeypatch, homes):
     summary = diagnose(load_tables(Run(run_of(homes["healthy"])))).summary
     at = open_view(monkeypatch, homes["healthy"], "overview", window="last 500 steps")

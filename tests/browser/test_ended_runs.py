@@ -122,6 +122,17 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(dashboard):
     assert complaints == []
 
 
+def test_a_long_path_in_the_exit_record_does_not_widen_a_narrow_page(dashboard):
+    page, base, runs, _ = dashboard
+    page.goto(screenshots.address(base, "post-mortem", run=runs[make_run.KILLED].run_id))
+    screenshots.await_view(page)
+    screenshots.show_whole(page, 390)
+    fact = page.get_by_role("row", name="Victim").get_by_role("cell").last
+    fact.evaluate("cell => { cell.textContent = '/kubepods/' + 'a'.repeat(100); }")
+    assert page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollWidth") <= 390
+    page.set_viewport_size(dict(zip(("width", "height"), screenshots.SIZES[0], strict=True)))
+
+
 @pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
 def test_hostile_names_make_no_links_and_no_requests(dashboard, view):
     page, base, runs, complaints = dashboard

@@ -129,6 +129,11 @@ def test_port_in_use_is_a_one_line_error_before_anything_is_trained(tmp_path, co
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_tour_shows_its_help_as_every_command_does(tmp_path):
+    done = tidegauge(tmp_path, "job", "tour", "-h")
+    assert (done.returncode, "--no-dashboard" in done.stdout) == (0, True)
+
+
 def test_job_without_torch_says_what_to_install_and_what_works_without(tmp_path):
     with started("job", "tour", code=WITHOUT_TORCH, TIDEGAUGE_HOME=str(tmp_path)) as job:
         _, errors = job.communicate(timeout=60)

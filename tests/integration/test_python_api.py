@@ -10,6 +10,7 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+from IPython.lib.pretty import pretty
 from plotly.graph_objects import Figure
 
 import tidegauge as api
@@ -46,6 +47,7 @@ def test_report_is_that_of_the_command(home, run, tmp_path, monkeypatch):
     assert {evidence.unit for evidence in leak.evidence} >= {"bytes"}
     tidegauge(home, "report", "--output", tmp_path / "card.txt")
     assert str(report) == (tmp_path / "card.txt").read_text()
+    assert pretty(report) == str(report), "as IPython shows it in a terminal"
     assert report._repr_html_().startswith('<div class="tidegauge">')
     assert leak.advice[0].text.split("`")[0] in report._repr_html_()
     assert run._repr_html_() == report._repr_html_()

@@ -76,7 +76,7 @@ class Outlets:
         self._processes: dict[tuple[float | None, float | None], Sample] = {}
         self.counts: Counts | None = None
         self._alerts = Alerts(senders)
-        self.investigates = investigate
+        self._investigate = investigate
         self.lines = LineSampler(always=investigate)
         self._hangs = hangs or HangReports()
         self.before_oom = before_oom or BeforeOom()
@@ -101,7 +101,7 @@ class Outlets:
         if self._is_regular:
             self.counts = Counts(run)
         self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
-        self._investigator = Investigator(run) if self.investigates else None
+        self._investigator = Investigator(run) if self._investigate else None
         self.before_oom.begin(run, self._name)
         self._settings.begin(run)
         self.trackers.begin(run, self._name)

@@ -73,7 +73,7 @@ STOPS = (
 )
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--no-dashboard", is_flag=True, help="Only train: do not serve the dashboard.")
 @port_option
 @home_option

@@ -25,6 +25,8 @@ from collector.units import number, percent
 
 #: Shares of a fetch's wall time above which the cores are contended, the fetch computes, or it is blocked.
 _QUEUED, _BUSY, _BLOCKED = 0.3, 0.6, 0.5
+#: Fetch time of a slow worker over the others', beyond the error.
+SLOW_RATIO = 1.25
 #: Share of the usable cores in use, above which the contention is the run's own.
 CORES_FILLED = 0.7
 _CORES_FULL = 0.9  # share of the usable cores
@@ -123,7 +125,7 @@ def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
     )
     if children >= _LEAST_PART and (_cores_in_use(rows) >= _CORES_FULL * cores or _pressure(loop, rows) >= waiting):
         children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
-    by, because, waits_for = _judge(loop, rows, max(threads, process), children, on_cpu, waiting)
+    by, because, waits_for = _judge(loop, rows, max(threads, process), children, on_cpu, waiting, queued)
     others = False
     # Threads of a worker that compute wait for a core too, and the fetch is blocked until they are done.
     is_larger = queued >= waiting or helpers_ratio > 0
@@ -151,14 +153,19 @@ def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
 
 
 def _queues_more(loop: Loop, worker: int) -> bool:
-    """Return whether a worker is slower than the others mostly by its waits for a core: all of them may wait."""
+    """Return whether a worker is slower than the others by its waits for a core: all of them may wait.
+
+    A worker that computes more waits more, too: without the waits it would still be slower.
+    """
     rows = steady_fetches(loop)
-    is_own = rows["worker"] == worker
+    own, others = rows[rows["worker"] == worker], rows[rows["worker"] != worker]
 
     def more(column: str) -> float:
-        return mean(floats(rows[is_own], column)) - mean(floats(rows[~is_own], column))
+        return mean(floats(own, column)) - mean(floats(others, column))
 
-    return more("run_queue_ns") >= _MAIN_SHARE * more("fetch_ns")
+    without_waits = mean(floats(own, "fetch_ns") - floats(own, "run_queue_ns"))
+    is_slow_anyway = without_waits > SLOW_RATIO * mean(floats(others, "fetch_ns"))
+    return more("run_queue_ns") >= _MAIN_SHARE * more("fetch_ns") and not is_slow_anyway
 
 
 def usable_cores(tables: RunTables, host: str) -> float:
@@ -222,9 +229,9 @@ def _limit_by_cores(
 
 
 def _judge(
-    loop: Loop, rows: pd.DataFrame, cpu: float, children: float, on_cpu: float, blocked: float
+    loop: Loop, rows: pd.DataFrame, cpu: float, children: float, on_cpu: float, blocked: float, queued: float
 ) -> tuple[str | None, str, str | None]:
-    """Return (`by`, `because`, `waits_for`) of fetches that do not queue for cores.
+    """Return (`by`, `because`, `waits_for`) of fetches whose waits for a core, a share `queued`, are not the cause.
 
     Children are on a core for `on_cpu` of a fetch, and wait for one the rest of `children`.
     """
@@ -235,6 +242,12 @@ def _judge(
     if computing >= _BUSY:
         in_children = f", {percent(min(children, 1.0))} in child processes" if children >= 0.05 else ""
         return "cpu", f"fetches compute {percent(min(computing, 1.0))} of their time{in_children}", None
+    if queued >= _QUEUED and queued > blocked:
+        return (
+            None,
+            f"fetches compute {percent(computing)} of their time and wait {percent(queued)} for a core",
+            None,
+        )
     if blocked < _BLOCKED:
         return None, f"fetches mix computing ({percent(computing)}) and waiting ({percent(blocked)})", None
     blocked_text = f"fetches are blocked {percent(blocked)} of their time"

@@ -143,10 +143,7 @@ def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool) -> A
         return Advice(
             text=command, expected="it names the lines that allocate the memory that stays; 100 steps are slower"
         )
-    command, condition = "`tidegauge run --investigate -- COMMAND`", ""
-    if any(event.get("investigates") for event in tables.events_of("collector-start")):
-        condition = " once it has trained for some minutes"
     return Advice(
-        text=f"Run it {'longer' if condition else 'again'} with {command}",
-        expected=f"the report names the lines that allocate the memory that stays{condition}",
+        text="Run it again for a minute or more with `tidegauge run --investigate -- COMMAND`",
+        expected="the report names the lines that allocate the memory that stays",
     )

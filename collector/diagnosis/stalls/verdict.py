@@ -14,6 +14,7 @@ import numpy as np
 from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
+from collector.diagnosis.loading.worker_limit import SLOW_RATIO
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls import catalogue
@@ -40,7 +41,6 @@ _HEALTHY_STARVED_RATIO = 0.05  # share of the loop's time
 _NEGLIGIBLE_RATIO = 0.01  # share of the run's time below which a transfer or a sampler is no finding
 _TRANSFER_RATIO = 0.4  # share of the loop's time from which the transfer is what it waits for
 _IDLE_MARGIN = 0.10  # how much more of their time the others must idle than a slow worker
-_SLOW_RATIO = 1.25  # fetch time of a slow worker over the others', beyond the error
 _MAIN_CAUSE = 0.5  # share of the waits, or of a fetch, that makes a cause the main one
 _SLOW_GAIN = 0.5  # share of the waits that must go if the slow worker were like the others
 _REGIME_RATIO = 1.5  # of fetch times in the first epoch and since, beyond the error
@@ -251,7 +251,7 @@ def slow_workers(steady: Pace) -> list[WorkerPace]:
         usual = float(np.median([other.fetch_median for other in others]))
         error = 3 * math.hypot(worker.fetch_log_error, max(other.fetch_log_error for other in others))
         idle = float(np.median([other.idle_ratio for other in others]))
-        slower = math.log(max(worker.fetch_median, 1e-9) / max(usual, 1e-9)) > math.log(_SLOW_RATIO) + error
+        slower = math.log(max(worker.fetch_median, 1e-9) / max(usual, 1e-9)) > math.log(SLOW_RATIO) + error
         if slower and worker.idle_ratio <= BUSY_IDLE and idle >= worker.idle_ratio + _IDLE_MARGIN:
             suspects.append(worker)
     if not suspects or len(suspects) == len(workers):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.steady_state import pace
 from collector.diagnosis.loading.worker_limit import cores_per_rank
 from collector.diagnosis.tuning.calibration import setting_of
 from collector.diagnosis.tuning.replay import Setting
@@ -62,8 +63,17 @@ def plan_trials(loop: Loop) -> Plan:
     nearby = [Candidate(setting=one) for one in nearby_settings(own, cores_per_rank(loop.tables, loop.main[0]))]
     if isinstance(outlook, Forecast):
         smaller = tuple(one for one in nearby if one.setting.num_workers < own.num_workers)
-        return Plan(candidates=tuple(_promising(outlook)), smaller=smaller, current=outlook.current)
+        candidates = (*_without_workers(loop, own), *_promising(outlook))
+        return Plan(candidates=candidates, smaller=smaller, current=outlook.current)
     return Plan(candidates=tuple(nearby), why_unpredicted=outlook)
+
+
+def _without_workers(loop: Loop, own: Setting) -> list[Candidate]:
+    """Return the setting without workers, which no replay predicts, if transfer takes longer than a fetch."""
+    steady = pace(loop) if own.num_workers else None
+    if steady is None or not steady.fetch_mean < steady.transfer:
+        return []
+    return [Candidate(setting=Setting(num_workers=0, prefetch_factor=1, in_order=own.in_order))]
 
 
 def _promising(outlook: Forecast) -> list[Candidate]:

@@ -68,6 +68,9 @@ def test_watched_process_that_exited_is_finished():
     verdict = watched_verdict(oom_kills=0)
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
+    reasons = {check.name: check.reason for check in verdict.checks}
+    names = ("workers' memory", "data loading", "pauses of the training")
+    assert [reasons[name] for name in names] == ["watched from outside"] * 3
 
 
 def test_oom_kill_of_a_watched_process_is_critical():

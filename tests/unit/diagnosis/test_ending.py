@@ -148,6 +148,12 @@ def test_record_says_how_much_was_trained_after_the_last_checkpoint():
     assert "Last torch.save" not in dict(exit_record(diagnose(killed_for_memory().tables()).ending.record))
 
 
+def test_a_worker_that_raised_is_named_by_its_number():
+    script = killed_for_memory()
+    script.event(END_SECONDS - 1, "exception", WORKER, type="EOFError", message="closed")
+    assert "Worker 0 of loader 0 raised EOFError: closed" in texts(diagnose(script.tables()))
+
+
 def test_run_that_ended_normally_has_no_exit_record():
     script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20)
     script.event(START_SECONDS + 20, "process-exit", lost_count=0, detached=False)

@@ -123,10 +123,6 @@ def test_leak_names_its_lines_or_the_command_that_finds_them():
     command = f"Run `tidegauge snapshot {run.manifest['run_id']} --kind growth`"
     assert warnings_of(at_last_step(run))["gpu-tensor-leak"].advice[-1].text == command
     assert "--investigate" in warnings_of(run)["gpu-tensor-leak"].advice[-1].text
-    short = replace(run, events=[event | {"investigates": True} for event in run.events])
-    assert (
-        warnings_of(short)["gpu-tensor-leak"].advice[-1].text.startswith("Run it longer with `tidegauge run --inv")
-    )
     [held] = warnings_of(recorded("investigated"))["gpu-tensor-leak"].held_by
     assert (held.grown_bytes, held.what) == (held.grown_count * MIB // 2, "tensors")
     assert [re.fullmatch(r"growth\.py:\d+ (.*)", site)[1] for site in (held.site, held.callers[0])] == [

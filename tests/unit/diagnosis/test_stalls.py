@@ -49,7 +49,7 @@ def test_all_slow_and_one_slow_worker_are_distinguished(seed):
     assert kinds(verdict(service=per_worker(seconds, jitter), **run)) == [("slow-worker", culprit)]
 
 
-@pytest.mark.parametrize(("queued_ratio", "limited_by"), [(0.35, None), (0.9, "oversubscribed")])
+@pytest.mark.parametrize(("queued_ratio", "limited_by"), [(0.35, None), (0.6, None), (0.9, "oversubscribed")])
 def test_full_cores_explain_a_slow_worker_only_if_it_waits_for_them_longer_than_the_others(
     queued_ratio, limited_by
 ):

@@ -119,6 +119,17 @@ def test_the_replay_leads_where_it_predicts():
     assert first.predicted.batches_per_second > 1.5 * plan.current.batches_per_second
 
 
+def test_batches_that_take_longer_to_transfer_than_to_make_are_first_tried_without_workers():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.0005), consumer=jittered(0.005), batches=400)
+    quick, slow = script.tables(), script.tables()
+    slow.streams["batch"]["wait_ns"] += 2_500_000
+    slow.streams["step"]["data_wait_ns"] += 2_500_000
+    plans = [plan_trials(loops(tables)[0]) for tables in (quick, slow)]
+    assert all(plan.current is not None for plan in plans)
+    assert 0 not in {one.setting.num_workers for one in plans[0].candidates}
+    assert plans[1].candidates[0].setting.num_workers == 0
+
+
 def plan_of(*, workers, batches):
     script = simulate(workers=workers, prefetch=2, service=jittered(0.04), consumer=jittered(0.01), batches=batches)
     tables = script.tables()

@@ -17,7 +17,8 @@ from collector.diagnosis.checks import Check
 from collector.diagnosis.ending import Ending, ExitRecord, Happening
 from collector.diagnosis.verdict import Verdict
 from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine, measurements
-from collector.report import card as report, wording
+from collector.report import card as report, signpost, wording
+from collector.report.html import verdict_card
 
 MIB, GIB = 2**20, 2**30
 
@@ -259,6 +260,15 @@ def test_card_with_a_stall_has_no_all_clear():
     assert "Nothing needs attention" not in text
 
 
+def test_short_card_names_no_line_that_it_lacks():
+    console = Console(width=80, file=io.StringIO())
+    short = signpost.short_card(verdict(HEALTHY), run_id="r", name="healthy", address="http://localhost:8501")
+    console.print(short)
+    text = console.file.getvalue()
+    assert "  No warnings.\n" in text
+    assert "stall" not in text
+
+
 def test_short_stall_of_a_long_run_is_not_shown():
     text = card(verdict(HEALTHY, duration_seconds=3600.0))
     assert "decode 80%" not in text
@@ -298,8 +308,12 @@ def test_card_names_the_unit_of_other_steps(unit, words):
 
 
 def test_card_without_training_claims_neither_health_nor_speed():
-    text = card(verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0)))
+    untrained = verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0))
+    text = card(untrained)
     assert "No steps or batches were seen" in text
+    peak = {"run_pss_bytes": None, "device_reserved_bytes": None}
+    unread = dataclasses.replace(untrained, summary={**untrained.summary, "peak": peak})
+    assert "host memory" not in verdict_card(unread, run_id="r", name="early")
     assert "Nothing needs attention" not in text
     assert "steps/s" not in text
 

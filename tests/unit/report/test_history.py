@@ -117,6 +117,11 @@ def test_findings_have_a_history_over_runs():
     assert slow.words == "in 2 of 7 runs, first at commit bbbbbbb"
 
 
+def test_a_finding_of_a_helper_has_a_place_in_words():
+    crashed = identity(found("crashed", role="other", pid=7))
+    assert str(crashed) == "crashed in another process"
+
+
 def test_a_run_that_ended_early_does_not_show_that_a_finding_is_gone():
     runs = [entry(n, findings=(COPIES,)) for n in range(3)] + [entry(3, result={"steps": 2})]
     (copies,) = finding_histories(history_of(TRAIN, runs), runs)

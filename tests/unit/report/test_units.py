@@ -111,7 +111,7 @@ def test_no_large_value_has_an_exponent(value, unit):
 
 
 def test_small_percentages_keep_a_digit():
-    assert [quantities.percent(x) for x in (0, 0.034, 0.31, 1.2)] == ["0%", "3.4%", "31%", "120%"]
+    assert [quantities.percent(x) for x in (0, 0.034, 0.31, 44.15)] == ["0%", "3.4%", "31%", "4,415%"]
 
 
 def test_infinite_time_is_never():

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from collector.errors import TidegaugeError
+from collector.store import Edit, annotate
 from collector.store.catalogue import find_run, list_runs
 from collector.store.runs.run import Run, living_processes
 from training_harness import layout
@@ -52,6 +53,14 @@ def test_a_run_is_found_by_id_prefix_and_path(tmp_path, three_runs, monkeypatch)
 def test_exact_name_wins_over_a_longer_one(tmp_path, three_runs):
     layout.create_run(tmp_path, name="beta2", argv=["x"])
     assert find_run(tmp_path, "beta") == three_runs[1]
+
+
+def test_exact_name_wins_over_a_name_that_has_it_as_a_word(tmp_path, three_runs):
+    worded = layout.create_run(tmp_path, name="beta-worker", argv=["x"])
+    assert find_run(tmp_path, "beta") == three_runs[1]
+    assert find_run(tmp_path, "worker").path == worded
+    annotate(three_runs[0], Edit(name="beta"))
+    assert find_run(tmp_path, "beta") == three_runs[0]
 
 
 def test_a_run_is_found_by_path_without_a_home(tmp_path, three_runs):
