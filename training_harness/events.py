@@ -167,7 +167,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("start_method", "str", "how workers start: fork, spawn or forkserver"),
         Field("dataset", "str", "class of the dataset"),
         Field("dataset_length", "int", "samples in the dataset"),
-        Field("sampler", "str", "class of the sampler"),
+        Field("sampler", "str", "class of the sampler, or of a batch sampler that the script gives"),
         Field("collate", "str", "name of `collate_fn`"),
         Field("iterable", "bool", "the dataset is iterable"),
         Field("file", "str", "file in which the loader was created"),

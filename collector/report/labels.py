@@ -12,6 +12,7 @@ LABELS = {
     "lost_seconds": "time lost",
     "consumer_seconds": "loop's own time per batch",
     "hand_over_seconds": "transfer time per batch",
+    "even_pace_wait_ratio": "time waiting for data, at an even pace",
     "capacity_ratio": "demand / capacity of the workers",
     "fetch_seconds": "fetch time per batch",
     "first_fetch_seconds": "first fetch of an epoch",

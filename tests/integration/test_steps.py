@@ -115,6 +115,23 @@ def test_start_of_an_epoch_is_a_wait_for_data(run_text, persistent, loader):
     assert (step[PHASES].sum(axis=1)[1:] == step.duration_ns[1:]).all()
 
 
+def test_sampler_of_a_loader_is_the_one_that_draws(run_text):
+    run = run_text(
+        "import torch\n"
+        "from torch.utils.data import BatchSampler, DataLoader, RandomSampler\n"
+        "class Buckets(BatchSampler): pass\n"
+        "data = torch.ones(8, 4)\n"
+        "own = Buckets(RandomSampler(data), 2, False)\n"
+        "loaders = DataLoader(data, batch_sampler=own), DataLoader(data, 2, shuffle=True), DataLoader(data)\n"
+        "print(*map(list, loaders))\n"
+    )
+    assert [json.loads(body)["sampler"] for body in run.events("loader")["body"]] == [
+        "Buckets",
+        "RandomSampler",
+        "SequentialSampler",
+    ]
+
+
 def test_end_of_the_workers_of_an_epoch_is_a_wait_for_data(run_text):
     run = run_text(ENDING)
     ended = run.events("workers-ended")

@@ -112,7 +112,7 @@ def pace(loop: Loop) -> Pace | None:
     waits = starved + np.minimum(waits - starved, work)  # a pause that is cut off may lie in a transfer
     rows = rows.assign(starved_ns=starved)
     tail, tail_starved = _tail(rows, fetches)
-    consumer = _windowed(work, loop.ramp) / SECOND_NS
+    consumer = float(work.mean()) / SECOND_NS
     total = max(float((work + starved).sum()), 1.0)
     return Pace(
         batches=len(rows),
@@ -205,14 +205,6 @@ def without_pauses(durations: Floats) -> Floats:
         return durations
     usual = max(_PAUSE_FACTOR * float(np.median(known)), float(np.quantile(known, _PAUSE_QUANTILE)))
     return np.minimum(durations, usual)
-
-
-def _windowed(work: Floats, width: int) -> float:
-    """Return the loop's work per batch: the median over windows of `width` batches, which prefetching evens out."""
-    usable = len(work) // width * width
-    if usable < 4 * width:
-        return float(work.mean())
-    return float(np.median(work[:usable].reshape(-1, width).mean(axis=1)))
 
 
 def _p99(values: Floats) -> float:

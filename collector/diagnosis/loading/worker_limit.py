@@ -17,7 +17,17 @@ import pandas as pd
 from collector.diagnosis.loading.child_processes import cpu_spent_ns, living_children
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
-from collector.diagnosis.run.columns import SECOND_NS, between, floats, host_samples, mean, median, peak, sampled_on
+from collector.diagnosis.run.columns import (
+    SECOND_NS,
+    between,
+    floats,
+    host_samples,
+    mean,
+    median,
+    peak,
+    sampled,
+    sampled_on,
+)
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Fault, fact
@@ -275,6 +285,16 @@ def _waits_for(loop: Loop, rows: pd.DataFrame) -> str | None:
         inside = (ends - floats(fetches, "fetch_ns"))[at] <= times
         within.extend(of_process.loc[inside & (times <= ends[at]), "wait_channel"])
     return main_wait(within)
+
+
+def wait_in_next(loop: Loop) -> str | None:
+    """Return the main wait of the thread that trains while it waits for batches, as `main_wait` does."""
+    samples = sampled(loop.tables, loop.main)
+    samples = samples[samples["wait_channel"].notna()]
+    yields, times = floats(loop.batches, "time_ns"), floats(samples, "time_ns")
+    at = np.minimum(np.searchsorted(yields, times), len(yields) - 1)
+    inside = ((yields - floats(loop.batches, "wait_ns"))[at] <= times) & (times <= yields[at])
+    return main_wait(samples.loc[inside, "wait_channel"])
 
 
 def _storage_explains(rows: pd.DataFrame) -> bool:

@@ -424,7 +424,6 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
     finding = leak_finding(
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
         most,
-        workers=names,
         subject=f"Workers {names}" if are_several else f"Worker {names}",
         keep="keep" if are_several else "keeps",
         rise=size(sum(map(_rise, leaks))),

@@ -128,8 +128,8 @@ END_WORKERS = Advice(
 #: The heap of workers that end with each epoch, after as much growth in each.
 WORKER_HEAP_OF_AN_EPOCH = replace(
     WORKER_HEAP,
-    grows="Workers {workers} of loader {loader} take memory during each epoch, {rise} at most, and free it when "
-    "they end with the epoch.",
+    grows="{subject} of loader {loader} took memory during each epoch, {rise} at most, and freed it at the end of "
+    "the epoch.",
     leak_advice=(
         Advice(
             text="If an epoch needs too much memory, look for a cache in the dataset (`__getitem__` that stores "

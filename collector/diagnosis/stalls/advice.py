@@ -22,8 +22,8 @@ MAKE_ONCE = ", and make the DataLoader once, not in each epoch"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
 _CHEAPER_COLLATE = (
-    "Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of like length, call "
-    "torch.stack once instead of loops over samples"
+    "Make collate_fn cheaper: pad no further than the longest sample of the batch, bucket samples of like length, "
+    "convert in __getitem__ or ahead of time, call torch.stack once instead of loops over samples"
 )
 _SMALLER_SAMPLES = (
     "Make the samples smaller, since default_collate copies each byte of them into the batch: smaller dtypes "

@@ -55,13 +55,16 @@ class LoadingCase:
 
     @property
     def pace_evidence(self) -> tuple[Evidence, ...]:
-        """Parts of the loop's time per batch; without the transfer where all of the wait counts as starving."""
-        transfer = {"hand_over_seconds": self.steady.transfer} if self.steady.transfer else {}
+        """Parts of the loop's time per batch, as far as they are known.
+
+        The transfer is left out where all of the wait counts as starving, the loop's own time where a thread loads
+        ahead.
+        """
+        steady = self.steady
+        transfer = {"hand_over_seconds": steady.transfer} if steady.transfer else {}
+        own = {"consumer_seconds": steady.consumer} if self.loop.waits == "recorded" else {}
         return self.measured(
-            starved_ratio=self.steady.starved_ratio,
-            data_wait_ratio=self.steady.wait_ratio,
-            **transfer,
-            consumer_seconds=self.steady.consumer,
+            starved_ratio=steady.starved_ratio, data_wait_ratio=steady.wait_ratio, **transfer, **own
         )
 
     @property

@@ -161,6 +161,8 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     limit, outlook = worker_limit(loop), forecast(loop)
     slow, slowest = _slow_batches(case)
     in_common, tests = _in_common(outlook)
+    knows_loop = loop.waits == "recorded"  # else the loop's own time per batch is not known
+    capacity = {"capacity_ratio": steady.capacity_ratio} if knows_loop else {}
     subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
     if loop.num_workers == 2:
         subject = f"Both workers of loader {loop.loader} are"
@@ -170,14 +172,14 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     joint, why = ("although", ", since only a few batches are slow") if is_idle else ("and", "")
     return Finding(
         kind="workers-too-slow",
-        summary=f"{subject} too slow: the loop waits {_waits(steady)} {joint} the {idle} "
+        summary=f"{subject} too slow: the loop waits {waits_in_words(steady)} {joint} the {idle} "
         f"{percent(steady.idle_ratio)}{why}; {limit.because}.{slow}{in_common}",
         evidence=(
             *case.waiting_evidence,
             *case.measured(
                 worker_idle_ratio=steady.idle_ratio,
                 fetch_seconds=steady.fetch_mean,
-                capacity_ratio=steady.capacity_ratio,
+                **capacity,
             ),
             *slowest,
             *limit.evidence,
@@ -230,7 +232,7 @@ def collate_bound(case: LoadingCase) -> Finding:
         fault=None,
         summary=f"Putting the samples of a batch together (collate_fn) takes the workers of loader "
         f"{case.loop.loader} {duration(steady.collate_mean)} of {duration(steady.fetch_mean)} per batch, and the "
-        f"loop waits {_waits(steady)}; {limit.because}.",
+        f"loop waits {waits_in_words(steady)}; {limit.because}.",
         evidence=(
             *case.waiting_evidence,
             *case.measured(
@@ -358,7 +360,7 @@ def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
     return Finding(
         kind="sampler-bound",
         summary=f"The sampler takes {duration(waits.after_queue_seconds)} per batch in the training "
-        f"process ({sampler} or the batch sampler of loader {case.loop.loader}), while the workers idle "
+        f"process ({sampler} of loader {case.loop.loader}), while the workers idle "
         f"{percent(steady.idle_ratio)} for lack of indices. {loss.words}",
         evidence=(
             *loss.evidence(),
@@ -387,8 +389,8 @@ def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
     values = {name: value for name, value in values.items() if np.isfinite(value)}
     advice = Advice(
         text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
-        "shared memory. Also transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the "
-        "device",
+        "shared memory. Also transfer less: smaller dtypes (uint8 images), cropped samples, padding to the longest "
+        "sample of the batch at most, scaled on the device",
         expected=f"{_without_copies(case.steady, waits)} if nothing is copied twice",
         effect="changes results",
     )
@@ -465,7 +467,7 @@ def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
     )
 
 
-def _waits(steady: Pace) -> str:
+def waits_in_words(steady: Pace) -> str:
     """Return the share of its time that the loop waits, in words, split at the time when the batch was made."""
     transfer_ratio = steady.wait_ratio - steady.starved_ratio
     if transfer_ratio < _TRANSFER_RATIO:

@@ -179,7 +179,7 @@ def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[flo
 
 def worker_startup(starts: EpochStarts) -> Finding:
     """Return a finding for workers that start again in each epoch."""
-    startup, batches = duration(starts.mean("startup") + starts.mean("warming")), starts.usual_batches
+    startup = duration(starts.mean("startup") + starts.mean("warming"))
     measured = {"worker_ready_seconds": starts.mean("ready"), "startup_wait_seconds": starts.mean("startup")}
     first = ""
     if warming := starts.mean("warming"):
@@ -188,12 +188,10 @@ def worker_startup(starts: EpochStarts) -> Finding:
     again = "Set persistent_workers=True"
     if is_made_again(starts.loop):
         again += MAKE_ONCE
-    keep = "Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
-    advice = Advice(
-        text=keep if batches <= 1 else again,
-        expected=f"the workers start once: about {startup} less per epoch",
-        effect="changes memory",
-    )
+    once = f"the workers start once: about {startup} less per epoch"
+    advice: tuple[Advice, ...] = (Advice(text=again, expected=once, effect="changes memory"),)
+    if _is_left_early(starts):
+        advice = (_keep_iterator(f"{once}, and the batches that were made ahead are used"), *advice)
     return Finding(
         kind="worker-startup",
         summary=f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch costs "
@@ -201,8 +199,25 @@ def worker_startup(starts: EpochStarts) -> Finding:
         f"{counted(len(starts.passes), 'epoch')} after the first "
         f"({starts.batches_words} each){first}, {duration(starts.loss.seconds)} in all.",
         evidence=starts.loss.evidence(**measured),
-        advice=(advice,),
+        advice=advice,
         **starts.facts("worker"),
+    )
+
+
+def _is_left_early(starts: EpochStarts) -> bool:
+    """Return whether the script leaves its epochs before their end, as far as that is known."""
+    samples, size = (whole(starts.loop.setting.get(name)) for name in ("dataset_length", "batch_size"))
+    if not samples or not size:
+        return starts.usual_batches <= 1
+    return starts.usual_batches < samples // size
+
+
+def _keep_iterator(expected: str) -> Advice:
+    return Advice(
+        text="Keep one iterator and go on with it, instead of iter(loader) again and again: the loop leaves its "
+        "epochs before their end",
+        expected=expected,
+        effect="changes results",
     )
 
 
@@ -243,7 +258,7 @@ def sampler_at_epochs(starts: EpochStarts) -> Finding:
     return Finding(
         kind="sampler-bound",
         summary=f"At the start of each epoch the sampler takes {each} until it gives its first index "
-        f"({sampler} or the batch sampler of loader {loop.loader}), while the workers "
+        f"({sampler} of loader {loop.loader}), while the workers "
         f"wait for it: {duration(starts.loss.seconds)} in {counted(len(starts.passes), 'epoch')} after the first, "
         f"{percent(starts.loss.ratio)} of the run.",
         evidence=starts.loss.evidence(
@@ -288,11 +303,14 @@ def epoch_refill(starts: EpochStarts) -> Finding:
     usual, first = float(np.median(fetch_ns(starts.loop.fetches))) / SECOND_NS, starts.mean("first_fetch")
     is_iterable = starts.loop.setting.get("iterable")
     is_of_dataset = is_iterable and first - usual >= _MAIN_CAUSE * starts.mean("refill")
+    saved = f"about {refill} less for each epoch that is saved"
     longer = Advice(
         text=f"Make epochs longer: let {_LONGER_ITERABLE if is_iterable else _LONGER_SAMPLER}",
-        expected=f"about {refill} less for each epoch that is saved",
+        expected=saved,
         effect="changes results",
     )
+    if _is_left_early(starts):
+        longer = _keep_iterator(saved)
     begins = "begins with empty queues"
     if is_of_dataset:
         begins += (

@@ -14,7 +14,7 @@ import numpy as np
 from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
-from collector.diagnosis.loading.worker_limit import SLOW_RATIO
+from collector.diagnosis.loading.worker_limit import SLOW_RATIO, wait_in_next
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls import catalogue
@@ -31,6 +31,7 @@ from collector.diagnosis.stalls.epoch_start import (
 )
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, shard_skew
+from collector.diagnosis.stalls.uneven_pace import too_slow_at_times
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding
 from collector.units import duration, percent
@@ -115,7 +116,8 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     waits = hand_over(case.loop) if case.loop.num_workers else None
     others = [*skews, *(_hand_overs(case, waits) if waits else ())]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        with_core = 1 - core_waits(case.loop).in_workers
+        # Some of a transfer may be a wait for a core, which has no part in one that is seen to be for a lock.
+        with_core = 1.0 if wait_in_next(case.loop) == "lock" else 1 - core_waits(case.loop).in_workers
         is_transfer = steady.transfer * with_core >= _TRANSFER_RATIO * steady.interval
         contention = find_contention(case, keeps_up=healthy and not others and not is_transfer)
         if others or not healthy:
@@ -149,6 +151,8 @@ def _starving(case: LoadingCase) -> list[Finding]:
         return [catalogue.collate_bound(case) if is_collate else catalogue.workers_too_slow(case)]
     if steady.tail_ratio <= catalogue.MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
         return [catalogue.straggler_samples(case)]
+    if finding := too_slow_at_times(case):
+        return [finding]
     missing = (
         f"the loop starves {percent(steady.starved_ratio)} of its time, yet the workers idle "
         f"{percent(steady.idle_ratio)} and no worker or sample stands out; a longer run or a larger "

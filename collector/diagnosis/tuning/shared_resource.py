@@ -19,6 +19,7 @@ all workers at once looks like a shared resource.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,7 @@ _LEAST_SHIFT = 4  # fetches of a worker that far apart are never in progress tog
 _MIN_SHIFTS, _MIN_BLOCKS = 20, 20
 _BLOCK_BATCHES = 5  # batches that count as one observation, since neighbours are alike
 _WINDOW_FETCHES = 15  # fetches of a worker whose median is the usual value at a time
-_STUDENT_SHAPE = 4.0  # degrees of freedom of a Student distribution, in which few outliers decide nothing
+_LEAST_DISTANCE = 1e-4  # relative difference between durations that is none
 _Integers = npt.NDArray[np.intp]
 
 
@@ -122,7 +123,7 @@ def measure_sharing(
     deviations, spread = _deviations(np.log(durations), workers)
     ratio, sigmas = _correlation(begins, ends, deviations, workers)
     # The density of a duration is that of its service over the fetches in progress at its end.
-    gains = _log_likelihood(durations * share, workers) - np.log(in_progress) - _log_likelihood(durations, workers)
+    gains = _log_density(durations * share, workers) - np.log(in_progress) - _log_density(durations, workers)
     pauses = begins - pd.Series(ends).groupby(workers).shift().to_numpy()
     prompt = pauses < _PROMPT_SECONDS
     lateness, _ = _deviations(pauses[prompt], workers[prompt])
@@ -201,14 +202,21 @@ def _neighbours(begins: Floats, ends: Floats, workers: _Integers) -> tuple[_Inte
     return later[in_progress], earlier[in_progress]
 
 
-def _log_likelihood(durations: Floats, workers: _Integers) -> Floats:
-    """Return the log-likelihood of each duration, if those of a worker vary by chance around their median."""
+def _log_density(durations: Floats, workers: _Integers) -> Floats:
+    """Return the log density at each duration, relative to the usual one of its worker, up to a constant.
+
+    It comes from the distance between the durations that are some ranks below and above, so no shape is assumed:
+    fetches of two kinds, with and without a slow sample, say, are as little spread as each kind is.
+    """
     logs = pd.Series(np.log(durations))
     off = (logs - logs.groupby(workers).transform("median")).to_numpy()
-    scale = max(1.4826 * float(np.median(np.abs(off))), 1e-4)
-    shape = _STUDENT_SHAPE
-    likelihood: Floats = -np.log(scale) - (shape + 1) / 2 * np.log1p((off / scale) ** 2 / shape) - logs.to_numpy()
-    return likelihood
+    order, places, ranks = np.argsort(off), np.arange(len(off)), max(1, round(math.sqrt(len(off))))
+    above, below = np.minimum(places + ranks, len(off) - 1), np.maximum(places - ranks, 0)
+    distance = np.maximum(off[order[above]] - off[order[below]], _LEAST_DISTANCE)
+    density = np.empty_like(off)
+    density[order] = np.log(above - below) - np.log(distance)
+    relative: Floats = density - logs.to_numpy()
+    return relative
 
 
 def _sigmas(values: Floats, blocks: _Integers) -> float:

@@ -47,7 +47,7 @@ def test_slow_sampler_is_distinguished_from_slow_workers():
     kinds, found = loading_findings(with_longer_waits(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
     assert kinds == [("sampler-bound", "warning")]
     assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
-    assert "Slow or the batch sampler of loader 0" in found["sampler-bound"].summary
+    assert "Slow of loader 0" in found["sampler-bound"].summary
     assert loading_findings(with_longer_waits(simulate(**STEADY), 0.001, blocked=False))[0] == []
 
 
@@ -144,6 +144,29 @@ def test_threads_that_compute_while_the_loop_waits_for_finished_batches_are_told
     assert [each.text[: len(advice)] for each in finding.advice] == [advice]
 
 
+@pytest.mark.parametrize(("channel", "is_lock"), [("futex_do_wait", True), ("poll_schedule_timeout", False)])
+def test_wait_for_the_interpreter_is_no_wait_for_a_core(channel, is_lock):
+    """Workers wait for a core whenever they wake, so a transfer may be that as well. A wait for a lock is none."""
+    run = STEADY | {"service": jittered(0.02), "consumer": jittered(0.06), "batches": 400}
+    script = simulate(collate="pad", split=(0.05, 0.15, 0.8), **run)
+    script = with_longer_waits(script, 0.05, blocked=True, payload_bytes=10_000, ready_count=2)
+    seconds = 1001.0 + np.arange(0.0, 25.0)
+    held, used_ns = np.full(len(seconds), 300 * MIB), ns(1.0) * (seconds - seconds[0])
+    sample_process(
+        script,
+        seconds,
+        MAIN,
+        ROLE_MAIN,
+        private=held,
+        rss=held,
+        cpu_ns=used_ns,
+        wait_channel=[channel] * len(seconds),
+    )
+    kinds, found = loading_findings(script)
+    assert kinds == ([("cannot-tell", "info")] if is_lock else [])
+    assert not is_lock or found["cannot-tell"].advice[0].text.startswith("Find the thread")
+
+
 @pytest.mark.parametrize(("made_in", "kind"), [(2e-4, "copy-bound"), (2e-3, "cannot-tell")])
 def test_workers_that_cost_more_than_they_save_are_told_so(made_in, kind):
     """A batch that is made faster than any transfer takes needs no worker."""
@@ -231,6 +254,17 @@ def test_fetches_that_vary_are_no_cost_of_new_workers():
     assert found["worker-startup"].value_of("first_fetch_seconds") is None
 
 
+@pytest.mark.parametrize(("persistent", "kind"), [(False, "worker-startup"), (True, "epoch-refill")])
+@pytest.mark.parametrize(("samples", "is_left"), [(10_000, True), (160, False)])
+def test_epochs_that_the_loop_leaves_are_one_iterator_too_many(persistent, kind, samples, is_left):
+    """Each epoch has ten batches of sixteen samples, which may be all or the first few."""
+    run = STEADY | {"workers": 4, "service": jittered(0.3), "batches": 10, "epochs": 12, "gap": 0.0}
+    starts = {"persistent": persistent, "startup": 1.0, "dataset_length": samples, "batch_size": 16}
+    advice = loading_findings(simulate(**run | starts))[1][kind].advice
+    assert advice[0].text.startswith("Keep one iterator") == is_left
+    assert any("persistent_workers=True" in each.text for each in advice) != persistent
+
+
 @pytest.mark.parametrize("epochs", [3, 8])
 def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
@@ -278,7 +312,7 @@ def test_sampler_that_draws_an_epoch_at_its_start_is_found(persistent, kinds):
     # Indices that are late for workers that are not ready yet cost nothing.
     late = 3.0 if persistent else 2.0
     assert found["sampler-bound"].value_of("sampler_start_seconds") == pytest.approx(late, abs=0.02)
-    assert "BySize or the batch sampler of loader 0" in found["sampler-bound"].summary
+    assert "BySize of loader 0" in found["sampler-bound"].summary
     assert loading_findings(simulate(**run))[0] == kinds
 
 
@@ -322,6 +356,7 @@ def test_waits_for_a_thread_that_loads_ahead_have_their_cause(workers, fetch):
     assert (ahead.kind, ahead.severity) == (found.kind, found.severity)
     assert 0.3 < ahead.value_of("starved_ratio") <= found.value_of("starved_ratio")
     assert "the wait is an upper bound" in ahead.summary
+    assert ahead.value_of("consumer_seconds") is ahead.value_of("capacity_ratio") is None, "not known"
     assert any("no prediction yet" in advice.expected for advice in ahead.advice)
     assert verdict.summary["data_wait_ratio"] is None, "that of the thread is not the training's"
     assert verdict.summary["outside_step"]["cpu_ratio"] < 0.7

@@ -274,7 +274,7 @@ def test_growth_that_ends_with_each_epoch_is_information(epochs, severity):
     script.add("step", [{"time_ns": round(s * 1e9), "step": i} for i, s in enumerate(SECONDS)])
     [found] = findings_of(script)
     assert (found.kind, found.severity) == ("worker-heap-leak", severity)
-    assert ("free it when they end with the epoch" in found.summary) == (severity == "info")
+    assert ("Worker 0 of loader 0 took memory during each epoch" in found.summary) == (severity == "info")
 
 
 def test_few_readings_of_private_memory_confirm_growth_of_rss():

@@ -77,6 +77,24 @@ def test_independent_workers_are_not_taken_for_sharing(spread, workers):
     assert not any(each.is_shared for each in found)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_few_far_slower_samples_of_independent_workers_are_no_sharing(workers):
+    """One sample in twenty takes fifty times as long, so a batch has none, one or two of them."""
+    draw = np.random.default_rng(0)
+    costs = (
+        0.002 * np.where(draw.random((600, 8)) < 0.05, 50, 1).sum(axis=1) * (1 + 0.03 * draw.exponential(size=600))
+    )
+    begins, ends, yields = np.zeros((3, len(costs)))
+    for batch, cost in enumerate(costs):
+        asked = yields[batch - 2 * workers] if batch >= 2 * workers else 0.0
+        begins[batch] = max(asked, ends[batch - workers] if batch >= workers else 0.0) + GAP
+        ends[batch] = begins[batch] + cost
+        yields[batch] = max(ends[batch], yields[batch - 1] + 0.025)
+    found = measure(begins, ends, np.arange(len(costs)) % workers)
+    assert not found.is_shared
+    assert found.is_apart
+
+
 def test_nearly_equal_batches_served_in_turn_are_a_hint():
     found = measure(*fetches(in_turn, spread=0.005))
     assert found.queue_sigmas > 2.71

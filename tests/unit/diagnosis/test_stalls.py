@@ -233,6 +233,41 @@ def test_few_slow_batches_that_take_most_of_the_time_are_named():
     assert all(int(each.removeprefix("0:")) % 12 == 0 for each in listed.split(", "))
 
 
+@pytest.mark.parametrize("gathered", [8, 12, 16])
+def test_bursts_of_the_loop_ask_for_more_batches_ahead(gathered):
+    """The loop gathers batches for one large step, in which the workers would make three times as many."""
+
+    def consumer(generator, index):
+        return (0.06 * gathered if index % gathered == gathered - 1 else 5e-4) * float(
+            np.exp(generator.normal(0, 0.03))
+        )
+
+    run = {"service": jittered(0.04), "consumer": consumer, "batches": 480}
+    (found,) = verdict(workers=2, prefetch=2, **run)
+    assert (found.kind, found.severity) == ("workers-too-slow", "warning")
+    assert "keep up on average" in found.summary
+    assert found.value_of("capacity_ratio") < 0.5
+    workers, prefetch = map(int, re.findall(r"\d+", found.advice[0].text))
+    (healthy,) = verdict(workers=workers, prefetch=prefetch, **run)
+    assert healthy.severity == "info"
+
+
+def test_many_batches_with_a_slow_sample_ask_for_more_batches_ahead():
+    """A third of the batches has a slow sample: the workers idle a quarter of their time, and the loop waits."""
+
+    def service(generator, *_):
+        return 0.002 * float(np.where(generator.random(8) < 0.05, 50, 1).sum() * np.exp(generator.normal(0, 0.03)))
+
+    run = {"service": service, "consumer": jittered(0.03), "batches": 600}
+    (found,) = verdict(workers=2, prefetch=2, **run)
+    assert (found.kind, found.severity) == ("workers-too-slow", "warning")
+    assert "keep up on average" in found.summary
+    assert "with batches of unequal cost" in found.summary
+    workers, prefetch = map(int, re.findall(r"\d+", found.advice[0].text))
+    (healthy,) = verdict(workers=workers, prefetch=prefetch, **run)
+    assert healthy.severity == "info"
+
+
 def test_two_slow_workers_are_both_named():
     found = verdict(
         workers=6,

@@ -147,10 +147,16 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "start_method": start_method_of(loader),
         "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
-        "sampler": type(getattr(loader, "sampler", None)).__qualname__,
+        "sampler": type(_sampler_in_use(loader)).__qualname__,
         "collate": getattr(getattr(loader, "collate_fn", None), "__name__", None),
         "iterable": is_iterable(loader),
     }
+
+
+def _sampler_in_use(loader: Any) -> Any:
+    """Return what draws the indices: a batch sampler of the script's own, or the sampler."""
+    own_batches = getattr(loader, "batch_sampler", None) if getattr(loader, "batch_size", None) is None else None
+    return own_batches or getattr(loader, "sampler", None)
 
 
 def is_iterable(loader: Any) -> bool:
