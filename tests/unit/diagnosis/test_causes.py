@@ -4,20 +4,13 @@ import re
 
 import numpy as np
 import pytest
+from loading_runs import STEADY, loading_findings
 from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, ns, sample_process, simulate
 
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.verdict import diagnose
 from tests.recorded_runs import recorded
 from training_harness.records import ROLE_MAIN
-
-STEADY = {"workers": 4, "prefetch": 2, "service": jittered(0.02), "consumer": jittered(0.04), "batches": 300}
-
-
-def loading_findings(script):
-    """Return the verdict's (kind, severity) pairs, without compute-bound, and each kind's finding."""
-    findings = [f for f in diagnose(finish(script).tables()).findings if f.kind != "compute-bound"]
-    return [(f.kind, f.severity) for f in findings], {f.kind: f for f in findings}
 
 
 def with_longer_waits(script, seconds, *, blocked, **columns):
@@ -427,117 +420,6 @@ def test_warm_cache_is_judged_without_the_first_epoch():
     findings = diagnose(finish(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
     assert [f.kind for f in findings] == ["compute-bound"]
     assert "The first epoch is left out: a fetch took 100" in findings[0].summary
-
-
-@pytest.mark.parametrize(
-    ("pause", "distance", "kinds"),
-    [(0.05, 25, [("main-thread-pause", "warning")]), (0.05, 100, [("main-thread-pause", "info")]), (0.0, 25, [])],
-)
-def test_regular_pauses_are_found(pause, distance, kinds):
-    def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (pause if k % distance == 0 else 0.0)
-
-    run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800}
-    seen, found = loading_findings(simulate(**run))
-    assert seen == kinds
-    if kinds:
-        assert found["main-thread-pause"].value_of("pause_distance_count") == distance
-        assert found["main-thread-pause"].locus.stage == "other"
-
-
-def test_pauses_that_fall_on_the_start_of_some_epochs_are_regular():
-    """Epochs of 100 steps, and a pause every 25 steps: each fourth is in the step in which an epoch starts."""
-
-    def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
-
-    run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 100, "epochs": 8}
-    pause = loading_findings(simulate(**run))[1]["main-thread-pause"]
-    assert pause.summary.startswith("Every 25 steps")
-
-
-@pytest.mark.parametrize(("usual_phase", "found"), [("backward_ns", True), ("other_ns", False)])
-def test_regular_pauses_in_a_phase_of_their_own_are_no_waits_for_a_core(usual_phase, found):
-    """The process waits for a core longer than the pauses last; such waits fall on all phases alike."""
-
-    def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
-
-    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
-    for part in script.parts["step"]:
-        usual = np.minimum(part["other_ns"], 12e6)
-        part["other_ns"] -= usual
-        part[usual_phase] = part.get(usual_phase, 0.0) + usual
-    seconds = 1001.0 + np.arange(0.0, 12.0)
-    held = np.full(len(seconds), 300 * MIB)
-    used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
-    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, **used)
-    assert ("main-thread-pause" in loading_findings(script)[1]) == found
-
-
-@pytest.mark.parametrize(
-    ("cpu_ratio", "child_cores", "advice"),
-    [
-        (0.9, 0.0, "Look at what the loop does every 25 steps"),
-        (0.02, 0.0, "such as a file, the network or another thread"),
-        (0.02, 0.5, "such as its child processes, which compute"),
-    ],
-)
-def test_pauses_in_which_the_thread_waits_are_no_work_of_the_loop(cpu_ratio, child_cores, advice):
-    def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (0.05 if k % 25 == 0 else 0.0)
-
-    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
-    for part in script.parts["step"]:
-        part["outside_cpu_ns"] = np.round(cpu_ratio * part["other_ns"])
-    seconds = 1001.0 + np.arange(0.0, 12.0)
-    held = np.full(len(seconds), 300 * MIB)
-    child = (MAIN[0], 7, 7)
-    used = {"cpu_ns": child_cores * 1e9 * seconds, "parent_pid": np.full(len(seconds), MAIN[1])}
-    sample_process(script, seconds, child, ROLE_MAIN, private=held, rss=held, **used)
-    pause = loading_findings(script)[1]["main-thread-pause"]
-    assert advice in pause.advice[0].text
-    assert ("Its thread waits then: it computes for 2.0% of a pause" in pause.summary) == (cpu_ratio < 0.1)
-
-
-def training_with_saves(saves, *, in_background=False):
-    """A training of 800 steps that saves a checkpoint at some steps, each for some seconds."""
-
-    def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (0.0 if in_background else saves.get(k, 0.0))
-
-    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
-    steps = (step for rows in script.parts["step"] for _, step in rows.iterrows())
-    for k, step in enumerate(steps):
-        if k in saves:
-            end = step["time_ns"] / 1e9 - 0.001
-            script.event(end, "checkpoint", begun_ns=round((end - saves[k]) * 1e9))
-    return loading_findings(script)
-
-
-@pytest.mark.parametrize(
-    "saves",
-    [dict.fromkeys(range(25, 800, 25), 0.3), {60: 0.2, 90: 2.0, 300: 0.05, 310: 0.6, 620: 1.4}],
-    ids=["regular", "irregular and uneven"],
-)
-def test_pauses_for_checkpoints_are_named(saves):
-    pause = training_with_saves(saves)[1]["main-thread-pause"]
-    assert f"pauses {len(saves)} times while it saves a checkpoint" in pause.summary
-    assert pause.value_of("lost_seconds") == pytest.approx(sum(saves.values()), rel=0.05)
-    assert pause.advice[0].text.startswith("Save checkpoints less often")
-
-
-def test_checkpoints_that_another_thread_saves_are_no_pauses():
-    assert training_with_saves({60: 0.2, 90: 2.0, 300: 0.05, 310: 0.6, 620: 1.4}, in_background=True)[0] == []
-
-
-def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
-    def noisy(generator, _):
-        return jittered(0.012, 0.1)(generator) + (0.05 if generator.random() < 0.05 else 0.0)
-
-    run = STEADY | {"service": jittered(0.005), "batches": 800}
-    assert loading_findings(simulate(**run | {"consumer": noisy}))[0] == []
-    assert loading_findings(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
 
 
 def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others():

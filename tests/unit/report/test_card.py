@@ -5,137 +5,18 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from made_verdicts import CHECKS, HEALTHY, HOST_RISK, MIB, SLOW_WORKER, card, verdict
 from rich.console import Console
 
 from collector.diagnosis.checks import Check
-from collector.diagnosis.ending import Ending, ExitRecord, Happening
-from collector.diagnosis.verdict import Verdict
-from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine, measurements
+from collector.findings import Advice, Evidence, Finding, Locus, WaitingLine
 from collector.report import card as report, signpost, wording
 from collector.report.html import verdict_card
-
-MIB, GIB = 2**20, 2**30
-
-SLOW_WORKER = Finding(
-    kind="slow-worker",
-    severity="warning",
-    confidence=0.97,
-    summary="Worker 1 takes 60 ms for a batch, the others 20 ms; every fourth batch is waited for.",
-    locus=Locus(rank=0, loader=0, worker=1),
-    since_step=14,
-    evidence=(
-        Evidence(name="worker_fetch_ratio", value=2.94, unit="ratio", n=300, window="steps 20-1200"),
-        Evidence(name="idle_of_the_others", value=0.038, unit="seconds", n=900, window="steps 20-1200"),
-    ),
-    advice=(Advice(text="Look at what worker 1 reads.", expected="about 61 steps/s instead of 40"),),
-)
-HOST_RISK = Finding(
-    kind="host-oom-risk",
-    severity="critical",
-    confidence=0.9,
-    summary="The run grows towards the limit of its control group.",
-    locus=Locus(role="main", pid=4711, rank=0),
-    evidence=(
-        Evidence(name="growth", value=math.nan, unit="bytes/second", n=50, window="last 60 s"),
-        Evidence(name="pressure", value=0.02, unit="ratio", n=50, window="last 60 s"),
-    ),
-    rate=Rate(value=5 * 2**20, low=4 * 2**20, high=6 * 2**20, unit="bytes/second"),
-    limit=Limit(name="cgroup", value=4 * GIB, unit="bytes"),
-    eta=Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf, mid_steps=8000.0),
-)
-HEALTHY = Finding(
-    kind="compute-bound",
-    severity="info",
-    confidence=0.95,
-    summary="The training waits for data 1 % of the time.",
-    evidence=(
-        Evidence(name="data_wait_share", value=0.01, unit="ratio", n=1200, window="steps 20-1200"),
-        Evidence(name="workers_idle", value=0.6, unit="ratio", n=1200, window="steps 20-1200"),
-    ),
-)
-
-
-STALL = {
-    "rank": 0,
-    "loader": 0,
-    "batches": 1200,
-    "wait_seconds": 19.0,
-    "wait_ratio": 0.31,
-    "head_of_line_seconds": 14.0,
-    "stages": [
-        {
-            "stage": "decode",
-            "seconds": 15.2,
-            "batch_seconds": 0.035,
-            "enough_seconds": 0.014,
-            "free_wait_ratio": 0.0,
-        },
-        {
-            "stage": "transfer",
-            "seconds": 3.7,
-            "batch_seconds": None,
-            "enough_seconds": None,
-            "free_wait_ratio": None,
-        },
-        {"stage": "idle", "seconds": 0.1, "batch_seconds": None, "enough_seconds": None, "free_wait_ratio": None},
-    ],
-}
-
-
-CHECKS = (
-    Check(name="open files", status="fine"),
-    Check(name="data loading", status="finding"),
-    Check(name="GPU memory", status="not judged", reason="no GPU in use"),
-)
-
-
-def verdict(*findings: Finding, **changes) -> Verdict:
-    values = {
-        "findings": findings,
-        "checks": CHECKS,
-        "status": "finished",
-        "exit_status": 0,
-        "attempts": 1,
-        "steps": 1200,
-        "step_unit": "optimizer step",
-        "watch_ended": False,
-        "batches": 1200,
-        "duration_seconds": 61.2,
-        "workers_reporting": (4, 4),
-        "summary": {
-            "peak": {"run_pss_bytes": 1.9 * GIB, "device_reserved_bytes": None},
-            "throughput": {"steps_per_second": 19.6, "samples_per_second": None, "slowdown": None},
-            "data_wait_ratio": 0.31,
-            "exposed_stall": [STALL],
-            "outside_step": None,
-            "overhead": {"collector_cpu_ratio": math.nan, "collector_private_dirty_bytes": 79 * MIB},
-            "last_minute": [],
-            "earlier_workers_count": 0,
-        },
-    }
-    return Verdict(**(values | changes))
-
-
-def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool = False, crop: bool = True) -> str:
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=color, highlight=False)
-    console.print(
-        report.card(
-            made,
-            run_id="20261121-101500-demo-1a2b",
-            name="demo",
-            command=lambda *words: " ".join(["tidegauge", *words]),
-            verbose=verbose,
-        ),
-        crop=crop,
-    )
-    return stream.getvalue()
 
 
 def test_card_has_the_run_its_findings_and_the_next_command():
@@ -337,28 +218,6 @@ def test_unknown_values_are_a_dash_not_zero():
     assert "0 B" not in text
 
 
-def test_card_of_a_death_says_which_memory_is_only_an_upper_bound():
-    worker = {
-        **dict.fromkeys(("rank", "step", "batch", "phase", "pss_bytes")),
-        "role": "worker",
-        "loader": 0,
-        "worker": 1,
-        "pid": 41,
-        "held_bytes": 810 * MIB,
-        "held_rise_bytes": 0,
-    }
-    main = {**worker, "role": "main", "loader": None, "worker": None, "held_bytes": 529 * MIB, "pss_bytes": 1}
-    died = verdict(status="killed", exit_status=-9)
-    text = card(dataclasses.replace(died, summary={**died.summary, "last_minute": [worker, main]}))
-    assert "≤ 810 MiB" in text
-    assert "529 MiB" in text
-    assert "≤ 529" not in text
-
-
-def test_card_names_the_signal_of_a_killed_run():
-    assert "signal 9 (SIGKILL)" in card(verdict(status="killed", exit_status=-9))
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width):
     lines = card(verdict(HOST_RISK, SLOW_WORKER, HEALTHY), width=width).splitlines()
@@ -471,43 +330,3 @@ def test_card_with_an_unhealthy_finding_has_no_all_clear():
     slow = dataclasses.replace(HEALTHY, kind="workers-too-slow")
     assert "Nothing needs attention" in card(calm)
     assert "Nothing needs attention" not in card(dataclasses.replace(calm, findings=(HEALTHY, slow)))
-
-
-@pytest.mark.parametrize(("kind", "severity"), [("cannot-tell", "info"), ("crashed", "critical")])
-def test_a_command_that_fails_at_once_has_a_short_card(kind, severity):
-    early = Finding(
-        kind=kind,
-        severity=severity,
-        confidence=1.0,
-        summary="The command failed. No training was seen.",
-        evidence=measurements(1, "run", exit_status=2, last_rss_bytes=1),
-    )
-    ended = Ending(
-        record=ExitRecord(reason="not known", exit_status=2, seconds=0.1),
-        happenings=(Happening(seconds=0.0, text="The command ended: exit status 2."),),
-    )
-    early_end = verdict(early, status="failed", exit_status=2, steps=0, batches=0, ending=ended)
-    text = card(early_end)
-    assert "No training was seen" in text
-    assert not any(words in text for words in ("No warnings", "Reason", "last 60 s", "Not judged", "Checked"))
-    assert "The command ended: exit status 2." in card(early_end, verbose=True)
-
-
-def test_a_run_that_was_stopped_has_no_last_minute():
-    stopped = Finding(
-        kind="killed",
-        severity="info",
-        confidence=1.0,
-        summary="The training process ended by SIGINT.",
-        evidence=measurements(1, "run", exit_status=-2, farewell_count=1),
-    )
-    ended = Ending(
-        record=ExitRecord(reason="killed", exit_status=-2, seconds=0.1),
-        happenings=(Happening(seconds=-1.0, text="The last of 1,200 steps ended."),),
-    )
-    by_user = verdict(SLOW_WORKER, stopped, status="killed", exit_status=-2, ending=ended)
-    text = card(by_user)
-    assert "SIGINT" in text
-    assert "last 60 s" not in text
-    assert "Not judged" in text
-    assert "last 60 s" in card(by_user, verbose=True)
