@@ -119,11 +119,12 @@ def test_sampler_of_a_loader_is_the_one_that_draws(run_text):
     run = run_text(
         "import torch\n"
         "from torch.utils.data import BatchSampler, DataLoader, RandomSampler\n"
-        "class Buckets(BatchSampler): pass\n"
+        "class Buckets(BatchSampler):\n"
+        "    def __len__(self): raise RuntimeError('not known before the epoch')\n"
         "data = torch.ones(8, 4)\n"
         "own = Buckets(RandomSampler(data), 2, False)\n"
         "loaders = DataLoader(data, batch_sampler=own), DataLoader(data, 2, shuffle=True), DataLoader(data)\n"
-        "print(*map(list, loaders))\n"
+        "for loader in loaders:\n    for batch in loader: pass\n"
     )
     assert [json.loads(body)["sampler"] for body in run.events("loader")["body"]] == [
         "Buckets",

@@ -156,7 +156,7 @@ def _configuration(loader: Any) -> dict[str, Any]:
 def _sampler_in_use(loader: Any) -> Any:
     """Return what draws the indices: a batch sampler of the script's own, or the sampler."""
     own_batches = getattr(loader, "batch_sampler", None) if getattr(loader, "batch_size", None) is None else None
-    return own_batches or getattr(loader, "sampler", None)
+    return getattr(loader, "sampler", None) if own_batches is None else own_batches
 
 
 def is_iterable(loader: Any) -> bool:
