@@ -198,7 +198,7 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
 
 
 def judge(run: Run) -> Verdict:
-    """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
+    """Return the verdict on a run; save it for lists of runs if its records have ended and were read as a whole."""
     return examine(run)[1]
 
 
@@ -213,7 +213,8 @@ def examine(run: Run) -> tuple[RunTables, Verdict]:
         say(one_line(problem))
     raw = diagnose(tables)
     verdict = with_known(raw, run)
-    if verdict.status != "running" and not tables.problems:
+    has_ended = verdict.status != "running" or run.manifest["end_time_ns"] is not None  # a watch can be given up
+    if has_ended and not tables.problems:
         with contextlib.suppress(TidegaugeError):  # a home that cannot be written
             if run.has_ended_everywhere:
                 save_result(run, result_of(tables, raw))

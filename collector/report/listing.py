@@ -140,7 +140,8 @@ def _read_entry(
         result = replace(result, findings=tuple(marked))
     entry = ListEntry(
         run_id=run.run_id,
-        status=result.status if result else "ended",
+        # What outlived its watch or its command has ended as a run.
+        status=result.status if result and result.status != "running" else "ended",
         name=annotation.name or manifest["name"],
         tags=tags_of(manifest) if annotation.tags is None else annotation.tags,
         note=annotation.note,

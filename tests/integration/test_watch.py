@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from collector.report.listing import list_entry
 from collector.store.catalogue import find_run
 from collector.store.lake.reader import read
 from tests.conftest import bare_environment, wait_for
@@ -104,3 +105,5 @@ def test_ctrl_c_ends_the_watch_and_not_the_process(process_tree, start_watch):
     assert "running when the watch ended" in card
     assert f"process {parent.pid} goes on" in card
     assert run.manifest["end_time_ns"] is not None
+    entry = list_entry(run)
+    assert (entry.status, entry.gravest) == ("ended", "nothing needs attention")
