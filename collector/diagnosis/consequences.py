@@ -147,7 +147,7 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
 
     Where the exception came from a worker, the memory was refused to that.
     """
-    is_refused = death.kind == "crashed" and death.value_of("memory_available_bytes") is not None
+    is_refused = _is_refused(death)
     if death.kind != "host-oom-kill" and not is_refused:
         return death
     at, process = death.locus, "this process"
@@ -165,11 +165,21 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
 
 
+def _is_refused(death: Finding) -> bool:
+    """Return whether a process ended since it was refused memory that the host had."""
+    return death.kind == "crashed" and death.value_of("memory_available_bytes") is not None
+
+
 def _is_met(findings: list[Finding], risk: Finding) -> bool:
-    """Return True if a finding is about a limit, and the training died of it."""
+    """Return True if a finding is about a limit, and the training died of it, or of a nearer one of its own."""
     is_doubt = risk.kind == "cannot-tell" and risk.value_of("alloc_retry_steps_count") is not None
     place, kind = (risk.locus.host, risk.locus.device), "cuda-oom" if is_doubt else _DEATHS.get(risk.kind)
-    deaths = (finding for finding in findings if finding.kind == kind and finding.severity == "critical")
+    is_of_host = risk.kind == "host-oom-risk"
+    deaths = (
+        finding
+        for finding in findings
+        if finding.severity == "critical" and (finding.kind == kind or (is_of_host and _is_refused(finding)))
+    )
     return any((death.locus.host, death.locus.device) == place for death in deaths)
 
 

@@ -48,12 +48,13 @@ def test_request_that_the_host_could_meet_points_to_a_limit_of_the_process():
 
 
 def test_leak_of_a_process_whose_own_limit_is_met_comes_first():
-    script = memory(growing_training(), main=300 * RAMP)
+    script = memory(growing_training(), main=900 * RAMP, host=900 * RAMP, limit=5500 * MIB)
     raised, script.now_seconds = script.now_seconds + 3, script.now_seconds + 6
     script.event(raised, "exception", type="RuntimeError", message=TORCH_REFUSED.format(MIB), traceback="…")
     sample_process(script, [raised + 1], MAIN, ROLE_MAIN, private=[MIB], rss=[MIB])  # it frees its memory
-    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    found, *others = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings
     assert "a limit of the process refused 1 MiB" in found.summary
+    assert "host-oom-risk" not in {other.kind for other in others}, "the host's limit was not met"
     assert found.advice[0].text.startswith("Fix main-heap-leak first")
     assert found.fault == "your code"
     assert found.value_of("last_rss_bytes") > 700 * MIB
