@@ -157,11 +157,11 @@ def _record(name: str, step: int, rank: int, recorded: Mapping[Any, Any]) -> lis
 
 @dataclass
 class Answer:
-    """One answer of the server: how long it took, its bytes, and how many samples the page has seen."""
+    """One answer of the server: how long it took, its bytes, and how many records the page has seen."""
 
     seconds: float
     sent_bytes: int
-    samples: str
+    records: str
     error: str = ""
 
 
@@ -198,8 +198,8 @@ class Viewer:
             payload = self._socket.recv(timeout=120)
             assert isinstance(payload, bytes)
             answer.sent_bytes += len(payload)
-            if found := re.search(rb"([\d,]+) samples \xc2\xb7", payload):
-                answer.samples = found[1].decode()
+            if found := re.search(rb"([\d,]+) records \xc2\xb7", payload):
+                answer.records = found[1].decode()
             told = ForwardMsg.FromString(payload)
             kind = told.WhichOneof("type")
             if kind == "auto_rerun":
@@ -214,14 +214,14 @@ class Viewer:
 def refreshed(viewer: Viewer, server: psutil.Process) -> list[tuple[Answer, float]]:
     """Return up to REFRESHES refreshes that read the run again, and the server's CPU seconds for each."""
     found: list[tuple[Answer, float]] = []
-    seen = viewer.opened.samples
+    seen = viewer.opened.records
     for _ in range(5 * REFRESHES):
         time.sleep(REFRESH_SECONDS)
         before = _cpu_seconds(server)
         answer = viewer.refresh()
-        if answer.samples != seen:
+        if answer.records != seen:
             found.append((answer, _cpu_seconds(server) - before))
-            seen = answer.samples
+            seen = answer.records
         if len(found) == REFRESHES:
             break
     return found
@@ -365,12 +365,12 @@ def soak(run: Run, base: str, server: psutil.Process, viewers: int, refreshes: i
 
     def look() -> None:
         viewer = Viewer(base, SOAK_VIEW, run)
-        seen = viewer.opened.samples
+        seen = viewer.opened.records
         while not over.wait(REFRESH_SECONDS):
             answer = viewer.refresh()
-            if answer.samples == seen:
+            if answer.records == seen:
                 continue
-            seen = answer.samples
+            seen = answer.records
             with lock:
                 found.seconds.append(answer.seconds)
                 count = len(found.seconds)
