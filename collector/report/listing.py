@@ -140,7 +140,7 @@ def _read_entry(
         result = replace(result, findings=tuple(marked))
     entry = ListEntry(
         run_id=run.run_id,
-        # What outlived its watch or its command has ended as a run.
+        # A run has ended although its process outlived the watch or the command.
         status=result.status if result and result.status != "running" else "ended",
         name=annotation.name or manifest["name"],
         tags=tags_of(manifest) if annotation.tags is None else annotation.tags,

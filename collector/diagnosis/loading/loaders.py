@@ -104,10 +104,13 @@ def _without_traced_times(loop: Loop) -> Loop:
 
     A trace of allocations or a profile makes a fetch many times as long.
     """
-    pids, batches, fetches = {loop.main[1], *loop.fetches["pid"]}, loop.batches, loop.fetches
-    for event in loop.tables.events_of("snapshot"):
-        is_traced = event.get("what") in ("growth", "profile") and event.get("begun_ns") is not None
-        if is_traced and event["host"] == loop.main[0] and event["pid"] in pids:
+    batches, fetches = loop.batches, loop.fetches
+    traces = [event for event in loop.tables.events_of("snapshot") if event.get("what") in ("growth", "profile")]
+    if not traces:
+        return loop
+    pids = {loop.main[1], *fetches["pid"].unique()}
+    for event in traces:
+        if event.get("begun_ns") is not None and event["host"] == loop.main[0] and event["pid"] in pids:
             of_batch, of_fetch = (
                 (floats(rows, "time_ns") >= event["begun_ns"]) & (floats(rows, "time_ns") <= event["time_ns"])
                 for rows in (batches, fetches)

@@ -76,7 +76,7 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
 def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
     """Find the time in `torch.save`, at any distance: a save in another thread does not lengthen its step."""
     saves = tables.events_of("checkpoint", by=main)
-    saving = np.minimum(_ns_in(saves, steps), np.maximum(work - float(np.median(work)), 0.0))
+    saving = np.minimum(ns_in(saves, steps), np.maximum(work - float(np.median(work)), 0.0))
     at = np.flatnonzero(saving)
     if len(at) < _MIN_PAUSES:
         return []
@@ -156,12 +156,12 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
         return []  # the process waited for a core
     pause_seconds, every = seconds / len(at), count(distance)
     cpu_ratio = _cpu_ratio(steps.iloc[at]) if phase == "other" else None
-    waiting, advice = "", _LESS_EVERY
+    waiting, advice = "", _LESS_EVERY.format(distance=every)
     if cpu_ratio is not None and cpu_ratio < _WAITING_RATIO:
         waiting = f"Its thread waits then: it computes for {percent(cpu_ratio)} of a pause. "
         has_children = _children_seconds(tables, main, times) >= _WAITING_RATIO * seconds
         what = "its child processes, which compute" if has_children else "a file, the network or another thread"
-        advice = _LESS_WAITING.replace("{what}", what)
+        advice = _LESS_WAITING.format(distance=every, what=what)
     return [
         Finding(
             kind="main-thread-pause",
@@ -177,7 +177,7 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
                 *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
                 *(measurements(len(at), loss.window, pause_cpu_ratio=cpu_ratio) if cpu_ratio is not None else ()),
             ),
-            advice=(Advice(text=advice.format(distance=every), expected=f"up to {percent(loss.ratio)} less time"),),
+            advice=(Advice(text=advice, expected=f"up to {percent(loss.ratio)} less time"),),
         )
     ]
 
@@ -218,7 +218,7 @@ def _long_steps(
     passes = floats(steps, "passes_count")
     is_pause &= ~(is_left_out | (passes > np.nan_to_num(median(passes), nan=np.inf)))
     again = [event for event in tables.events_of("compilation", by=main) if event["reason"] is not None]
-    is_pause &= _ns_in(again, steps) == 0
+    is_pause &= ns_in(again, steps) == 0
     at = np.flatnonzero(is_pause)
     if not len(at):
         return at
@@ -236,7 +236,7 @@ def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tup
     return phase, excess[phase] / max(seconds, 1e-9)
 
 
-def _ns_in(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
+def ns_in(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
     """Return how long each step spent in what these events record with its begin, shape `(steps,)`."""
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")

@@ -18,6 +18,7 @@ from collector.diagnosis.run.columns import SECOND_NS, between, finite, floats, 
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
+from collector.diagnosis.stalls.main_thread_pause import ns_in
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Finding, Locus
 from collector.store import ProcessKey
@@ -39,10 +40,10 @@ _PHASES = {
     "optimizer": "Its optimizer takes longer",
     "other": "It does something between its phases",
 }
-#: Places in which ranks meet, and what they do there.
+#: Phases in which ranks meet, and what they do there.
 _MEETINGS = {
-    "backward": "backward pass, where gradients are summed",
-    "forward_and_backward": "forward and backward pass, where weights are gathered and gradients summed",
+    ("backward",): "backward pass, where gradients are summed",
+    ("forward", "backward"): "forward and backward pass, where weights are gathered and gradients summed",
 }
 _HOST_PHASES = ("data_wait", "h2d")
 
@@ -86,32 +87,31 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     all_steps = _common_steps(tables, "device_time") or hosts
     if not all_steps:
         return []
-    on_host = all_steps is hosts
-    return _straggler(tables, all_steps, hosts, "backward", meet_on_host=on_host) or _straggler(
-        tables, _with_forward(all_steps), _with_forward(hosts), "forward_and_backward", meet_on_host=on_host
-    )
+    found = (_straggler(tables, all_steps, hosts, met) for met in _MEETINGS)
+    first = next((finding for finding in found if finding is not None), None)
+    return [] if first is None else [first]
 
 
 def _straggler(
     tables: RunTables,
     all_steps: dict[ProcessKey, pd.DataFrame],
     hosts: dict[ProcessKey, pd.DataFrame],
-    meeting: str,
-    *,
-    meet_on_host: bool,
-) -> list[Finding]:
+    met: tuple[str, ...],
+) -> Finding | None:
+    """Return the finding on the rank that holds up the others, which meet in these phases; None without one."""
+    meet_on_host = all_steps is hosts
     steps, hosts = _recent(all_steps), _recent(hosts)
-    outside = {key: _outside_ns(rows) for key, rows in steps.items()}
+    outside = _outside_ns(steps, met)
     straggler = max(outside, key=lambda key: float(np.mean(outside[key])))
-    lateness, waits = _lateness(steps, straggler)
+    lateness, waits = _lateness(steps, straggler, met)
     rows = steps[straggler]
     times, count_all = floats(rows, "time_ns"), len(all_steps[straggler])
-    lost = min(excess.seconds for excess in _lateness(all_steps, straggler)) * count_all
+    lost = min(excess.seconds for excess in _lateness(all_steps, straggler, met)) * count_all
     loss = Loss.of(tables, max(lost, 0.0), len(rows), (times[0], times[-1]))
     certain = lateness.seconds > 3 * lateness.error and waits.seconds > 3 * waits.error
     if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or loss.ratio < LEAST_LOST_RATIO:
-        return []
-    phase, phase_seconds = _late_phase(steps, hosts, straggler, lateness.seconds)
+        return None
+    phase, phase_seconds = _late_phase(steps, hosts, straggler, lateness.seconds, met)
     retries = _retries(tables, steps)
     by, why = ("data" if phase == "data_wait" else "compute"), _PHASES[phase]
     flushes = retries.pop(straggler)
@@ -122,30 +122,28 @@ def _straggler(
         use = _use_of_time(tables, steps, straggler, lateness.seconds)
     doing = "saving" if few is not None and few.is_saving else by if use is None else use.name
     rank = whole(rows["rank"].iloc[-1])
-    return [
-        Finding(
-            kind="rank-straggler",
-            severity=loss.severity,
-            confidence=loss.confidence(_BLOCK_STEPS),
-            summary=f"The other ranks wait for rank {rank}: it takes {duration(lateness.seconds)} longer per step, "
-            f"and they wait {duration(waits.seconds)} longer in their {_MEETINGS[meeting]}. "
-            f"{_few_words(few, len(rows))}{why}{_use_words(use)}. "
-            f"That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
-            locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
-            since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
-            evidence=loss.evidence(
-                own_time_excess_seconds=lateness.seconds,
-                **{
-                    f"others_{meeting}_excess_seconds": waits.seconds,
-                    f"{phase}_excess_seconds": phase_seconds,
-                },
-                **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
-                **({} if use is None else {"cpu_excess_ratio": use.cpu, "run_queue_excess_ratio": use.run_queue}),
-            ),
-            advice=(_advice(doing, rank, lateness.seconds),),
-            limited_by=by,
-        )
-    ]
+    return Finding(
+        kind="rank-straggler",
+        severity=loss.severity,
+        confidence=loss.confidence(_BLOCK_STEPS),
+        summary=f"The other ranks wait for rank {rank}: it takes {duration(lateness.seconds)} longer per step, "
+        f"and they wait {duration(waits.seconds)} longer in their {_MEETINGS[met]}. "
+        f"{_few_words(few, len(rows))}{why}{_use_words(use)}. "
+        f"That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
+        locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
+        since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
+        evidence=loss.evidence(
+            own_time_excess_seconds=lateness.seconds,
+            **{
+                f"others_{'_and_'.join(met)}_excess_seconds": waits.seconds,
+                f"{phase}_excess_seconds": phase_seconds,
+            },
+            **({} if math.isnan(flushes) else {"alloc_retry_count": flushes}),
+            **({} if use is None else {"cpu_excess_ratio": use.cpu, "run_queue_excess_ratio": use.run_queue}),
+        ),
+        advice=(_advice(doing, rank, lateness.seconds),),
+        limited_by=by,
+    )
 
 
 def _few_steps(
@@ -157,14 +155,12 @@ def _few_steps(
     few_count = 1 + int(np.searchsorted(np.cumsum(excess[longest]), _MOST_RATIO * excess.sum()))
     if few_count > _FEW_RATIO * len(excess):
         return None
-    few = rows.iloc[longest[:few_count]]
-    ends, saves = floats(few, "time_ns"), [e["time_ns"] for e in tables.events_of("checkpoint", by=straggler)]
-    saves_before = (np.searchsorted(saves, times) for times in (ends - floats(few, "duration_ns"), ends))
-    saving_count = int(np.count_nonzero(np.diff(list(saves_before), axis=0)))
+    few = rows.iloc[np.sort(longest[:few_count])]
+    saving_ns = ns_in(tables.events_of("checkpoint", by=straggler), few)
     return _Few(
         count=few_count,
         seconds=float(excess[longest[:few_count]].mean()) / SECOND_NS,
-        is_saving=saving_count >= _MATCHED_RATIO * few_count,
+        is_saving=int(np.count_nonzero(saving_ns)) >= _MATCHED_RATIO * few_count,
     )
 
 
@@ -181,9 +177,11 @@ def _late_phase(
     hosts: dict[ProcessKey, pd.DataFrame],
     straggler: ProcessKey,
     late_seconds: float,
+    met: tuple[str, ...],
 ) -> tuple[str, float]:
     """Return the phase in which a rank is late, and by how many seconds per step."""
-    by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in _PHASES}
+    names = [name for name in _PHASES if name not in met]
+    by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in names}
     phases = {
         name: _excess(
             {key: np.nan_to_num(floats(table, f"{name}_ns")) for key, table in by_rank.items()}, straggler
@@ -270,22 +268,23 @@ def _recent(steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, pd.DataFr
     return {key: rows.iloc[-_RECENT_STEPS:] for key, rows in steps.items()}
 
 
-def _with_forward(steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, pd.DataFrame]:
-    """Return the steps with the forward pass as a part of the backward pass."""
-    both = {
-        key: floats(rows, "backward_ns") + np.nan_to_num(floats(rows, "forward_ns")) for key, rows in steps.items()
+def _within_ns(steps: dict[ProcessKey, pd.DataFrame], met: tuple[str, ...]) -> dict[ProcessKey, Floats]:
+    return {
+        key: np.sum([np.nan_to_num(floats(rows, f"{phase}_ns")) for phase in met], axis=0)
+        for key, rows in steps.items()
     }
-    return {key: rows.assign(backward_ns=both[key], forward_ns=0) for key, rows in steps.items()}
 
 
-def _outside_ns(rows: pd.DataFrame) -> Floats:
-    return floats(rows, "duration_ns") - floats(rows, "backward_ns")
+def _outside_ns(steps: dict[ProcessKey, pd.DataFrame], met: tuple[str, ...]) -> dict[ProcessKey, Floats]:
+    return {key: floats(steps[key], "duration_ns") - within for key, within in _within_ns(steps, met).items()}
 
 
-def _lateness(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey) -> tuple[_Excess, _Excess]:
-    """Return how much longer a rank is outside the backward pass than the others, and how much less within it."""
-    within = {key: -floats(rows, "backward_ns") for key, rows in steps.items()}
-    return _excess({key: _outside_ns(rows) for key, rows in steps.items()}, rank), _excess(within, rank)
+def _lateness(
+    steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey, met: tuple[str, ...]
+) -> tuple[_Excess, _Excess]:
+    """Return how much longer a rank is outside these phases than the others, and how much less within them."""
+    within = {key: -within for key, within in _within_ns(steps, met).items()}
+    return _excess(_outside_ns(steps, met), rank), _excess(within, rank)
 
 
 def _others_median(values: dict[ProcessKey, Floats], rank: ProcessKey) -> Floats:
