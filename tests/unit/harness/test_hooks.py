@@ -103,6 +103,20 @@ def test_loader_that_a_library_makes_and_uses_in_one_call_is_not_named_by_the_re
     assert [(site["line"], site["variable"]) for site in seen] == [(1, "train"), (3, None), (4, "ready")]
 
 
+def test_search_for_the_place_of_a_loader_keeps_nothing_of_the_callers_alive():
+    class Trainer:
+        def __init__(self, loader):
+            outputs = {1, 2}
+            reference = weakref.ref(outputs)
+            site_of(loader)
+            outputs = None
+            self.is_free = reference() is None
+
+    loader = DataLoader(range(4))
+    _record_site(loader, sys._getframe())
+    assert Trainer(loader).is_free
+
+
 def test_unknown_iterator_class_is_reported_once(steps):
     current, hook = session.active, LoaderHook(Progress())
     for _ in range(3):

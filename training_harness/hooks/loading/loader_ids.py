@@ -8,6 +8,7 @@ iterated.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import linecache
 import re
@@ -201,9 +202,11 @@ def site_of(loader: Any) -> dict[str, Any]:
 
 def _goes_on(call: tuple[CodeType, int] | None, loader: Any) -> bool:
     """Return whether the call that made the loader uses it, too: `model = train()` assigns something else."""
+    methods = (vars(kind).get("__init__") for kind in type(loader).__mro__)
+    constructors = {getattr(inspect.unwrap(method), "__code__", None) for method in methods if method}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code, frame.f_lasti) != call:
-        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is loader:
+        if frame.f_code in constructors:
             return False  # the loader's own constructor iterates
         frame = frame.f_back
     return frame is not None
