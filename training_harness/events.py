@@ -112,7 +112,13 @@ def _event(written_by: str, occasion: str, *fields: Field) -> Event:
 
 
 EVENTS: dict[EventKind, Event] = {
-    "process-attached": _event(_ATTACHED, "it imported torch with the hooks", _ARGV, _PARENT),
+    "process-attached": _event(
+        _ATTACHED,
+        "it imported torch with the hooks",
+        _ARGV,
+        _PARENT,
+        Field("cpu_limit_seconds", "int", "soft RLIMIT_CPU, null without one"),
+    ),
     "process-start": _event(
         _TRAINING,
         "first DataLoader iterator, optimizer step or third forward pass of one module",

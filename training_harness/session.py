@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import sys
 import sysconfig
 import threading
@@ -82,7 +83,13 @@ class Session:
         """Record once that the hooks are in this process, whether or not it will train."""
         if not self.has_reported_attach:
             self.has_reported_attach = True
-            self.events.append("process-attached", argv=redact(sys.orig_argv), parent_pid=os.getppid())
+            limit, _ = resource.getrlimit(resource.RLIMIT_CPU)
+            self.events.append(
+                "process-attached",
+                argv=redact(sys.orig_argv),
+                parent_pid=os.getppid(),
+                cpu_limit_seconds=None if limit == resource.RLIM_INFINITY else limit,
+            )
 
     @property
     def lost_count(self) -> int:

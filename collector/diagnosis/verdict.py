@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from collector.diagnosis.checks import checks_of
 from collector.diagnosis.consequences import rises_bytes, without_consequences
 from collector.diagnosis.deaths.deaths import find_deaths
-from collector.diagnosis.deaths.hang import find_hangs
-from collector.diagnosis.deaths.idle_hang import find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
+from collector.diagnosis.hangs.hang import find_hangs
+from collector.diagnosis.hangs.idle_hang import find_idle_hangs
 from collector.diagnosis.loading.caught_errors import find_caught_errors
 from collector.diagnosis.loading.names import add_loader_name, without_replaced_settings
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time

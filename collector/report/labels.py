@@ -155,6 +155,8 @@ LABELS = {
     "busy_ratio": "time on CPU",
     "last_moved_seconds": "since it last moved data",
     "exception_after_seconds": "time of the exception",
+    "cpu_seconds": "CPU time of the process",
+    "cpu_limit_seconds": "limit of CPU time",
     "memory_available_bytes": "available memory of the host",
     "longest_fetch_seconds": "longest fetch before",
     "thread_count": "threads",

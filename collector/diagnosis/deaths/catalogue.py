@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from signal import SIGABRT, SIGBUS, SIGILL
-
-from collector.diagnosis.deaths.stuck_process import (
-    AWAITS_LOOP,
-    AWAITS_NOTICE,
-    AWAITS_POOL,
-    AWAITS_QUEUE,
-    AWAITS_TAKER,
-    AWAITS_TASK,
-    AWAITS_THREAD,
-    AWAITS_THREADS,
-    COLLECTIVE,
+from signal import (
+    SIGABRT,
+    SIGALRM,
+    SIGBUS,
+    SIGHUP,
+    SIGILL,
+    SIGPIPE,
+    SIGPROF,
+    SIGUSR1,
+    SIGUSR2,
+    SIGVTALRM,
+    SIGXCPU,
+    SIGXFSZ,
 )
+
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
-from collector.stacks import FULL_PIPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,229 +64,6 @@ class Death:
                 for item in self.advice
             ),
         )
-
-
-#: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice.
-_HANG_ADVICE = {
-    "blocked on a lock": Advice(
-        text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
-        "worker_init_fn, or use multiprocessing_context='forkserver'",
-        expected="no process waits for a lock whose holder is gone, as after fork() of a process with threads",
-    ),
-    "waiting for a pipe": Advice(
-        text="Give what is read at that line a timeout, and check that its writer is alive",
-        expected="an exception in place of the hang",
-    ),
-    FULL_PIPE: Advice(
-        text="Let something read what that line writes, such as the program after a `|`, or write it to a file",
-        expected="the pipe does not stay full",
-    ),
-    "waiting for a child": Advice(
-        text="Start the child process with stdin=subprocess.DEVNULL and a timeout",
-        expected="it cannot wait for input for ever; an exception in place of the hang",
-    ),
-    AWAITS_POOL: Advice(
-        text="Look at what the pool's processes do (`py-spy dump --pid` of each), and give its results a timeout "
-        "(`.get(timeout=...)`)",
-        expected="an exception in place of the hang",
-    ),
-    AWAITS_QUEUE: Advice(
-        text="Find the thread or process that should fill this queue: `tidegauge stacks` shows whether it lives "
-        "and where it stands; give `get` a timeout",
-        expected="an exception in place of the hang",
-    ),
-    AWAITS_TAKER: Advice(
-        text="Take everything out of its queue (`get`) before `join`, or let it call `cancel_join_thread()` on the "
-        "queue if the rest may be lost",
-        expected="it ends as soon as what it put is taken, and `join` returns",
-    ),
-    AWAITS_THREAD: Advice(
-        text="Look where that thread stands (`tidegauge stacks`), and give `join` a timeout",
-        expected="the line that the thread executes is the cause",
-    ),
-    AWAITS_THREADS: Advice(
-        text="Tell those threads to end (`finally:`, for after an exception), or start them with daemon=True",
-        expected="the process ends when its main thread has ended",
-    ),
-    AWAITS_NOTICE: Advice(
-        text="Find the thread that should call `notify`, `set` or `release`, and give `wait` a timeout",
-        expected="an exception in place of the hang",
-    ),
-    AWAITS_LOOP: Advice(
-        text="Await every task that the loop runs (asyncio.TaskGroup), and give `get` a timeout (asyncio.timeout)",
-        expected="an exception of a task ends the training, and is not lost",
-    ),
-    AWAITS_TASK: Advice(
-        text="Look where the threads or processes of the pool stand (`tidegauge stacks`), and give `result` a "
-        "timeout",
-        expected="the line that the task executes is the cause",
-    ),
-    "waiting for the network": Advice(
-        text="Set a timeout for that connection, and retry", expected="an exception in place of the hang"
-    ),
-    "waiting for a disk": Advice(
-        text="Check the storage behind that file (dmesg, mount, NFS server)",
-        expected="the process goes on when the storage answers; no signal ends it before",
-    ),
-    COLLECTIVE: Advice(
-        text="Find the rank that has not entered it: `tidegauge stacks` on the other nodes, and their logs",
-        expected="the missing rank's own stack shows the cause",
-    ),
-    "suspended": Advice(
-        text="Resume it with `kill -CONT {pid}`, and find out who sent the stop signal", expected="training goes on"
-    ),
-    "computing": Advice(
-        text="Check the loop at that line for an end that it never reaches",
-        expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
-    ),
-}
-#: Begin of such a wait -> where the cause lies, if not in the user's code. It is not known in a collective.
-_HANG_FAULTS: Mapping[str, Fault | None] = {
-    **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),
-    COLLECTIVE: None,
-}
-_OWN_LOCK = Advice(
-    text="Find the thread that holds the lock at that line (`tidegauge stacks`), and take several locks in "
-    "the same order everywhere",
-    expected="no thread waits for a lock whose holder waits for it",
-)
-_FORKED_LOCK = Advice(
-    text="Start that process by `multiprocessing.get_context('spawn')`, or before the training uses threads",
-    expected="a process that is forked from one with threads, as OpenMP starts them, inherits locks that no thread "
-    "of it will ever release; one that is spawned has none of them",
-)
-_READ_OUTPUT = Advice(
-    text="Read the child's output while it runs: use subprocess.run or communicate(), or stdout=subprocess.DEVNULL",
-    expected="its pipe never fills, and it ends",
-)
-#: Advice while the run goes on.
-_LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
-_LOAD_AHEAD = Advice(
-    text="Fetch large remote files before the training, or raise prefetch_factor",
-    expected="the training waits less, or not at all, for a slow download",
-    effect="changes memory",
-)
-HANG = Death(kind="hang", sentence="{what} has not trained for {silent}: it is {does}{where}{held}.")
-HANG_WITHOUT_HOOKS = replace(
-    HANG,
-    sentence="{what} {hangs}: it is {does}{where}{held}; no process of the run has used CPU time for {silent}.",
-)
-HANG_OF_WORKER = replace(
-    HANG,
-    sentence="{what} {hangs}: it is {does}{where}; {training} has had no batch for {silent}{held}.",
-    advice=(
-        Advice(
-            text="Set DataLoader(timeout=...) until the cause is found",
-            expected="training ends with an exception, not silently",
-        ),
-    ),
-)
-#: A process that the training started by itself, and waits for.
-HANG_OF_CHILD = replace(
-    HANG,
-    sentence="{what} {hangs}: it is {does}{where}; {training} waits for it{waits_where}, and has not "
-    "trained for {silent}{held}.",
-)
-#: All workers wait for an index, and the batch that the training waits for was made.
-HANG_OF_UNDELIVERED = replace(
-    HANG,
-    sentence="{what} made batch {index}, and it never arrived: {training} has had no batch for {silent}.",
-    advice=(
-        Advice(
-            text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
-            "collate_fn return tensors, arrays, numbers and strings, without generators, locks and open files",
-            expected="the batch can be sent to the training process",
-        ),
-    ),
-    confidence=0.9,
-    fault="your code",
-)
-#: A rank that PyTorch's Flight Recorder names, without stacks of its own.
-HANG_OF_RANK = replace(
-    HANG,
-    sentence="{what}; {since}.",
-    advice=(
-        Advice(
-            text="Look for what rank {rank} does after {last}: in its log, and by `tidegauge stacks` on its node",
-            expected="its own line or error shows why it has not entered the collective",
-        ),
-    ),
-)
-
-
-def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
-    """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
-    kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
-    remedies = [] if kind is None else [_HANG_ADVICE[kind]]
-    if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
-        remedies = [_READ_OUTPUT]
-    if kind == "blocked on a lock" and hang.locus.role != "worker":
-        remedies = [_OWN_LOCK if hang.locus.role == "main" else _FORKED_LOCK]
-    advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
-    if goes_on:
-        advice.append(_LOOK_AGAIN)
-    return replace(
-        hang, advice=(*advice, *hang.advice), fault=None if kind is None else _HANG_FAULTS.get(kind, "your code")
-    )
-
-
-def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
-    """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
-    advice = Advice(
-        text="Hand the exceptions of that thread to the training, as through the queue, and raise them there",
-        expected="the training ends with the error, and does not wait for a thread that has ended",
-    )
-    summary = f"{hang.summary} One of its threads ended {when} with {exception}"
-    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
-
-
-def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
-    """Return the hang of a process that waits for one of its threads, and has none besides the main thread."""
-    if awaits == AWAITS_LOOP:
-        told = "The loop has no connection, pipe, child or timer, and no other Python thread could wake it."
-        return replace(hang, summary=f"{hang.summary} {told}")
-    is_worker = hang.locus.role == "worker"
-    if is_worker:
-        advice = Advice(
-            text="Start that thread in the worker, in worker_init_fn or at its first use: fork() copies the main "
-            "thread alone, so a thread that the training process started is missing in its workers",
-            expected="the worker has the thread that its main thread waits for",
-        )
-    else:
-        advice = Advice(
-            text="Let the thread that should end this wait do so before it ends itself, also after an exception",
-            expected="nothing waits for a thread that has ended",
-        )
-    process = "worker" if is_worker else "process"
-    summary = f"{hang.summary} The {process} has no other Python thread that could end this wait."
-    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
-
-
-def of_lost_process(hang: Finding, pids: Sequence[int], *, of_pool: bool) -> Finding:
-    """Return the hang of a process that waits for a Pool or a queue; its children `pids` ended at once."""
-    is_one = len(pids) == 1
-    named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
-    them = f"process {pids[0]}" if is_one else "them"
-    causes = "an error or an exit in the code that it ran, a signal, or the kernel for lack of memory (`dmesg`)"
-    find = f"what ended {them}: {causes}"
-    if of_pool:
-        effect = "and a Pool waits for ever for the task of a process that died"
-        text = f"Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out {find}"
-        expected = "a lost process raises BrokenProcessPool instead of a hang"
-    else:
-        effect = "and a queue does not tell that the process that filled it is gone"
-        text = f"Find out {find}; give `get` a timeout, and look then at `is_alive()` of that process"
-        expected = "the training ends with an error, and does not wait for a process that has ended"
-    advice = Advice(text=text, expected=expected)
-    return replace(
-        hang, summary=f"{hang.summary} {named} ended just then, {effect}.", advice=(advice, *hang.advice[1:])
-    )
-
-
-def of_slow(hang: Finding, transfer: str) -> Finding:
-    """Return the finding on a process that still moves data: it is slow, and nothing says that it hangs."""
-    advice = tuple(item for item in hang.advice if item == _LOOK_AGAIN)
-    return replace(hang, summary=f"{hang.summary} {transfer}", advice=(*advice, _LOAD_AHEAD))
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
@@ -351,8 +129,9 @@ CRASHED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="Run again with PYTHONFAULTHANDLER=1",
-            expected="it prints the Python stack at the moment of the fault",
+            text="Read the Python stack in the command's output; if it has none, run again with "
+            "PYTHONFAULTHANDLER=1",
+            expected="the stack shows the line at the moment of the fault",
         ),
     ),
 )
@@ -410,6 +189,83 @@ KILLED = Death(
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")
 INTERRUPTED = replace(KILLED, severity="info", advice=())
+CPU_LIMIT = replace(
+    KILLED,
+    sentence="{what} ended {by}: it had used the CPU time that it may use (RLIMIT_CPU).",
+    advice=(
+        Advice(
+            text="Raise the CPU time that a process may use (`ulimit -t`), or train where it has no limit: login "
+            "nodes often set one",
+            expected="the training goes on",
+        ),
+    ),
+    fault="your settings",
+)
+FILE_LIMIT = replace(
+    CPU_LIMIT,
+    sentence="{what} ended {by}: it wrote beyond the size that a file may have (RLIMIT_FSIZE).",
+    advice=(
+        Advice(
+            text="Raise the size that a file may have (`ulimit -f`), or write several files",
+            expected="the training goes on",
+        ),
+    ),
+)
+TERMINAL_CLOSED = replace(
+    STOPPED,
+    sentence="{what} ended {by}, which the kernel sends when a terminal or its connection is closed.",
+    advice=(
+        Advice(
+            text="Start the training in `tmux`, with `nohup` or as a batch job",
+            expected="it goes on when the terminal closes",
+        ),
+    ),
+)
+UNHANDLED = replace(
+    STOPPED,
+    sentence="{what} ended {by}, for which it had no handler.",
+    advice=(
+        Advice(
+            text="Save a checkpoint in a handler (`signal.signal`): schedulers send this signal before they end a "
+            "job",
+            expected="the signal no longer ends the training",
+        ),
+    ),
+)
+TIMER = replace(
+    STOPPED,
+    sentence="{what} ended {by}: a timer ran out for which it had no handler.",
+    advice=(
+        Advice(
+            text="Look for signal.alarm and signal.setitimer in the script and its libraries, and handle the "
+            "signal or cancel the timer",
+            expected="the timer no longer ends the training",
+        ),
+    ),
+    fault="your code",
+)
+READER_GONE = replace(
+    STOPPED,
+    sentence="{what} ended {by}: it wrote to a pipe or connection whose reader was gone.",
+    advice=(
+        Advice(
+            text="Check what reads its output, such as the program after a `|`, and why that ended first",
+            expected="the output has a reader until the training ends",
+        ),
+    ),
+)
+#: Signal that tells more than that someone sent it (signal(7)) -> the end of a training process by it.
+ENDED_BY: Mapping[int | None, Death] = {
+    SIGXCPU: CPU_LIMIT,
+    SIGXFSZ: FILE_LIMIT,
+    SIGHUP: TERMINAL_CLOSED,
+    SIGPIPE: READER_GONE,
+    SIGUSR1: UNHANDLED,
+    SIGUSR2: UNHANDLED,
+    SIGALRM: TIMER,
+    SIGVTALRM: TIMER,
+    SIGPROF: TIMER,
+}
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
     kind="crashed",

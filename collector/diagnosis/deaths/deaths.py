@@ -16,12 +16,11 @@ from signal import (
     SIGILL,
     SIGINT,
     SIGKILL,
+    SIGQUIT,
     SIGSEGV,
     SIGTERM,
     SIGUSR1,
     SIGUSR2,
-    SIGXCPU,
-    SIGXFSZ,
 )
 from textwrap import shorten
 from typing import Any
@@ -34,12 +33,12 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
-from collector.diagnosis.run.columns import SECOND_NS, origin_ns, whole
+from collector.diagnosis.run.columns import SECOND_NS, origin_ns, sampled, whole
 from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.findings import Advice, Finding, Locus, fact
+from collector.findings import Evidence, Finding, Locus, fact
 from collector.store import ProcessKey
 from collector.units import counted
 
@@ -51,20 +50,6 @@ _TIMEOUT_STATUS = 124
 _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
     SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
-}
-#: Signals by which the kernel ends a process that met a limit of its own (setrlimit(2)).
-_FULL_LIMIT = replace(
-    catalogue.KILLED, sentence="{what} ended {by}: it met a limit of the process.", fault="your settings"
-)
-_LIMITS_MET: Mapping[int | None, Death] = {
-    signal: replace(_FULL_LIMIT, advice=(Advice(text=text, expected="the training may go on"),))
-    for signal, text in (
-        (
-            SIGXCPU,
-            "Raise the CPU time that a process may use: `ulimit -t`, or the CPU limit of the job's scheduler",
-        ),
-        (SIGXFSZ, "Raise the size that a file may have (`ulimit -f`), or write several files"),
-    )
 }
 #: Window of the memory of the worker whose exception ended its training.
 LAST_OF_WORKER = "last sample of the worker"
@@ -131,10 +116,12 @@ def _kill(life: Lifecycle, victim: Victim) -> Finding:
     if victim.key in life.recorded_exits and victim.key not in life.exceptions:
         by += " while its interpreter shut down, after the end of the script"
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
-    return (catalogue.CANCELLED if is_by_tidegauge else _death_of(victim)).finding(
+    cpu_time = _used_up_cpu_time(life.tables, victim) if victim.signal == SIGKILL else ()
+    death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else _death_of(victim)
+    return death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
-        evidence=victim.evidence,
+        evidence=(*cpu_time, *victim.evidence),
         confidence=0.97 if victim.signal is not None else 0.85,
         went_on=victim.went_on,
         what=sentence(victim.what),
@@ -146,16 +133,38 @@ def _kill(life: Lifecycle, victim: Victim) -> Finding:
     )
 
 
+def _used_up_cpu_time(tables: RunTables, victim: Victim) -> tuple[Evidence, ...]:
+    """Return the CPU time of a process that had reached its limit of it, nothing for another.
+
+    The kernel sends SIGKILL at the hard limit, which `ulimit -t` sets together with the soft one (setrlimit(2)).
+    Since the last sample, the process may have used all of its cores.
+    """
+    if victim.key is None:
+        return ()
+    limits = [event.get("cpu_limit_seconds") for event in tables.events_of("process-attached", by=victim.key)]
+    rows = sampled(tables, victim.key).dropna(subset=["cpu_ns", "allowed_cores_count"])
+    if rows.empty or not any(limits):
+        return ()
+    limit, last = min(filter(None, limits)), rows.iloc[-1]
+    unseen_ns = max(victim.gone_ns - last["time_ns"], 0) * last["allowed_cores_count"]
+    if last["cpu_ns"] + unseen_ns < limit * SECOND_NS:
+        return ()
+    return (
+        fact("cpu_seconds", round(last["cpu_ns"] / SECOND_NS, 1), "last sample"),
+        fact("cpu_limit_seconds", limit, "RLIMIT_CPU"),
+    )
+
+
 def _death_of(victim: Victim) -> Death:
     is_worker = victim.locus.role == "worker"
     if victim.signal in _CRASH_SIGNALS:
         crash = catalogue.WORKER_CRASHED if is_worker else catalogue.CRASHED
         usual = catalogue.FAULT_ADVICE.get(victim.signal)
         return crash if usual is None else replace(crash, advice=(usual, *crash.advice))
-    if victim.signal == SIGINT:
+    if victim.signal in (SIGINT, SIGQUIT):
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
-    if victim.signal in _LIMITS_MET and not is_worker:
-        return _LIMITS_MET[victim.signal]
+    if victim.signal in catalogue.ENDED_BY and not is_worker:
+        return catalogue.ENDED_BY[victim.signal]
     if is_worker and victim.signal is None and victim.exit_code is not None:
         return catalogue.WORKER_EXITED
     if is_worker:

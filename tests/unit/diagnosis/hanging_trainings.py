@@ -8,7 +8,7 @@ from stack_events import (
     add_stacks,
 )
 
-from collector.diagnosis.deaths.hang import find_hangs
+from collector.diagnosis.hangs.hang import find_hangs
 
 OTHER_RANK = ("node", 200, 5100)
 

@@ -22,7 +22,7 @@ from stack_events import (
 )
 
 from collector.diagnosis.consequences import without_consequences
-from collector.diagnosis.deaths.hang import find_hangs
+from collector.diagnosis.hangs.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding, Locus, measurements
 from collector.stacks import FULL_PIPE

@@ -20,7 +20,7 @@ from stack_events import (
     process,
 )
 
-from collector.diagnosis.deaths.idle_hang import find_idle_hangs
+from collector.diagnosis.hangs.idle_hang import find_idle_hangs
 
 RANKS = (("node", 300, 6000), ("node", 301, 6001))
 IN_BARRIER = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", "/home/me/train.py", 30]]

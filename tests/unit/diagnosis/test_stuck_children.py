@@ -6,7 +6,7 @@ import pytest
 from simulated_runs import MAIN, START_SECONDS, ns, start_training
 from stack_events import LIBRARY, LOCK, add_stacks, process
 
-from collector.diagnosis.deaths.hang import find_hangs
+from collector.diagnosis.hangs.hang import find_hangs
 
 CHILD = ("node", 3000, 9000)
 IN_RECV = [["Connection._recv", f"{LIBRARY}/multiprocessing/connection.py", 395], ["main", "/home/me/train.py", 33]]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collector.diagnosis.deaths import catalogue
-from collector.diagnosis.deaths.hang import recorded_standstill, with_standstill
-from collector.diagnosis.deaths.stuck_process import (
+from collector.diagnosis.hangs import catalogue
+from collector.diagnosis.hangs.hang import recorded_standstill, with_standstill
+from collector.diagnosis.hangs.stuck_process import (
     COLLECTIVE,
     STUCK_WAITS,
     Process,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from collector.diagnosis.deaths import catalogue
-from collector.diagnosis.deaths.stuck_process import (
+from collector.diagnosis.hangs import catalogue
+from collector.diagnosis.hangs.stuck_process import (
     AWAITS_ITEM,
     AWAITS_LOOP,
     AWAITS_POOL,

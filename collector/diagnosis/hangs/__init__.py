@@ -1,0 +1,1 @@
+"""Findings about processes that live and no longer go on."""
