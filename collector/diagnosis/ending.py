@@ -152,7 +152,8 @@ def _reason(death: Finding) -> str:
             "uncaught_exception_count": "exit without an exception",
         }
         return next((reason for name, reason in reasons.items() if name in names), "crash")
-    if death.kind == "worker-killed" and (death.value_of("worker_exit_code") or 0) > 0:
+    code = death.value_of("worker_exit_code")
+    if death.kind == "worker-killed" and code is not None and code >= 0:
         return "DataLoader worker exited"
     return _REASONS.get(death.kind, _UNKNOWN)
 

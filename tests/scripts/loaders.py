@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -128,10 +129,13 @@ def kill(index):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave(index):
+def leave(index, status=3):
     if index == 9:
         time.sleep(0.1)
-        os._exit(3)
+        os._exit(status)
+
+
+leave_as_done = functools.partial(leave, status=0)
 
 
 def as_lists(rows):
@@ -272,7 +276,7 @@ def in_a_thread():
 
 
 def failing():
-    for do in (crash, leave, kill):
+    for do in (crash, leave, leave_as_done, kill):
         loader = DataLoader(Rows(do=do), batch_size=1, num_workers=2, collate_fn=as_lists, **FORK)
         try:
             truth.extend({"case": case, "worker": batch[0][1], "samples": 1} for batch in loader)

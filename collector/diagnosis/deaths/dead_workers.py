@@ -120,7 +120,7 @@ class Workers:
         exception = self.life.exceptions.get(main)
         is_stopped = exception is not None and signal_raised(exception) is not None
         is_stopped = is_stopped or self.life.killed_mains.get(main) in (SIGINT, SIGTERM)
-        return is_stopped and code in (-SIGINT, -SIGTERM, 1)
+        return is_stopped and code in (-SIGINT, -SIGTERM, 0, 1)
 
     def _gone_before_their_main(self) -> list[DeadWorker]:
         """Return workers of a killed training process that recorded no exit and did not merely follow it.

@@ -207,7 +207,7 @@ def test_worker_whose_own_exception_made_the_training_raise_is_the_cause():
     assert found.advice[0].text.startswith("List the open files")
 
 
-@pytest.mark.parametrize("status", [3, 143])
+@pytest.mark.parametrize("status", [0, 3, 143])
 def test_worker_that_exits_by_itself_is_named_with_its_status_and_no_signal(status):
     message = "DataLoader worker (pid(s) 1001) exited unexpectedly"
     script = exception(training(), "RuntimeError", message)

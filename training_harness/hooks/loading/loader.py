@@ -260,16 +260,22 @@ class LoaderHook(Hook):
                 self.attempt(self.note_deaths, iterator, have_ended=True)
 
     def note_deaths(self, iterator: Any, *, have_ended: bool = False) -> None:
-        """Record which workers ended by a signal or an error; once all have ended, SIGTERM was DataLoader's own."""
+        """Record which workers ended too early; once all have ended, status 0 and SIGTERM are DataLoader's.
+
+        A worker with status 0, as by os._exit, ended too early if it owes a batch. One whose iterable dataset has
+        come to its end owes none, whatever DataLoader asked of it before.
+        """
         state, current = states.get(id(iterator)), session.active
         if state is None or current is None or self._is_copy(current):
             return
-        good = (None, 0, -signal.SIGTERM) if have_ended else (None, 0)
+        good = (0, -signal.SIGTERM) if have_ended or state.have_workers_ended else ()
         for worker_id, process in enumerate(getattr(iterator, "_workers", ())):
             exit_code = process.exitcode
-            if exit_code in good or worker_id in state.dead_workers:
+            if exit_code is None or exit_code in good or worker_id in state.dead_workers:
                 continue
             lost = [index for index, task in iterator._task_info.items() if task == (worker_id,)]
+            if exit_code == 0 and (not lost or is_iterable(iterator)):
+                continue
             current.events.append(
                 "worker-died",
                 loader=state.info.number,
