@@ -6,12 +6,13 @@ Pure functions on values; `agent.recorder_dumps` reads the files.
 
 from __future__ import annotations
 
-import pickletools
+import io
+import pickle
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 from collector.stacks import Frame
 from collector.units import listed
@@ -28,19 +29,22 @@ _DEFAULT_GROUP = "default_pg"
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
 #: Ranks that a sentence lists.
 _LISTED_COUNT = 4
-#: Opcodes of a pickle that push their argument, a constant, or the last n values as a list.
-_LITERALS = (
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-)
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_SHORT_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 #: Errors that a value of another type or form raises.
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
 
 class DumpError(Exception):
     """A file is no dump that can be used; the message says why."""
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Loads plain values alone: a pickle can call nothing that it cannot name.
+
+    The one in Python, since that in C allocates as much memory as the largest number of a memo in the file says.
+    """
+
+    def find_class(self, module: str, name: str) -> Never:
+        raise DumpError(f"it holds more than plain values ({module}.{name})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,64 +410,8 @@ def _ranks(config: Any, name: str) -> list[int] | None:
 
 
 def _plain(data: bytes) -> object:
-    """Return the dicts, lists, strings and numbers that a pickle holds; tuples become lists.
-
-    Nothing else can come of it, whatever the file holds: no opcode that names or calls anything is followed.
-    """
+    """Return the dicts, lists, tuples, strings and numbers that a pickle holds."""
     try:
-        return _run(data)
-    except (*_DAMAGE, OverflowError, struct.error):
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except (*_DAMAGE, EOFError, OverflowError, struct.error, pickle.UnpicklingError):
         raise DumpError("it is no whole pickle of plain values") from None
-
-
-def _run(data: bytes) -> object:
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[Any, Any] = {}
-
-    def after_mark() -> list[Any]:
-        begin = marks.pop()
-        values = stack[begin:]
-        del stack[begin:]
-        return values
-
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name in _LITERALS:
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name == "EMPTY_DICT":
-            stack.append({})
-        elif name == "EMPTY_LIST":
-            stack.append([])
-        elif name == "APPEND":
-            value = stack.pop()
-            stack[-1].append(value)
-        elif name == "APPENDS":
-            values = after_mark()
-            stack[-1].extend(values)
-        elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            stack[-1][key] = value
-        elif name == "SETITEMS":
-            values = after_mark()
-            stack[-1].update(zip(values[::2], values[1::2], strict=True))
-        elif name == "TUPLE":
-            stack.append(after_mark())
-        elif name in _SHORT_TUPLES:
-            begin = len(stack) - _SHORT_TUPLES[name]
-            stack[begin:] = [stack[begin:]]
-        elif name == "STOP":
-            return stack.pop()
-        elif name not in ("PROTO", "FRAME"):
-            raise DumpError(f"it holds more than plain values ({name})")
-    raise DumpError("it has no end")
