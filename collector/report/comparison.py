@@ -34,7 +34,7 @@ FIGURES = {
     "step_p95": ("Step p95", "ms", "step"),
     "data_wait": ("Data wait", "ratio", ""),
     "host_peak": ("Peak host memory", "bytes", ""),
-    "shm_peak": ("Peak /dev/shm", "bytes", ""),
+    "shm_peak": ("Peak /dev/shm (host)", "bytes", ""),
     "allocated_peak": ("Peak GPU allocated", "bytes", ""),
     "reserved_peak": ("Peak GPU reserved", "bytes", ""),
     "steps": ("Steps", "count", ""),

@@ -174,7 +174,7 @@ def test_every_figure_shows_its_sample_count(record, compare, tmp_path):
     assert table.loc["Peak GPU allocated", baseline] == "—"
     # main and two workers each half a second
     assert table.loc["Peak host memory", baseline].endswith("n = 36)")
-    assert table.loc["Peak /dev/shm", baseline].endswith("n = 12)")
+    assert table.loc["Peak /dev/shm (host)", baseline].endswith("n = 12)")
 
 
 def test_data_wait_of_a_loop_without_steps_counts_its_batches(record, compare):
