@@ -134,7 +134,7 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
-    if waits is not None and waits.copy_seconds >= LEAST_LOST_RATIO * steady.interval:
+    if waits is not None and _is_costly(case, waits.copy_seconds):
         case = dataclasses.replace(case, waited_seconds=steady.starved)  # the rest is a wait for the transfer
     return [*_starving(case), *others]
 
