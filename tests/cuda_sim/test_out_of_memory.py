@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from collector.diagnosis.deaths.cuda_oom import message_figures
+from collector.diagnosis.run.cuda_message import message_figures
 from tests.cuda_sim.conftest import evidence
 
 PLACES = ("forward", "backward", "optimizer", "temporaries", "evaluation")
