@@ -55,6 +55,14 @@ def test_caught_error_has_the_figures_of_its_message(watched):
     assert same(figures["allocated_bytes"], said["allocated_bytes"])
 
 
+def test_retry_in_the_handler_is_advised_against(watched):
+    """The first error's traceback holds the tensors of the step that failed."""
+    run = watched("errors.py", "temporaries", "--retry")
+    (found,) = run.findings("cuda-oom")
+    assert (found["severity"], evidence(found)["errors_count"]) == ("critical", 2)
+    assert found["advice"][0]["text"].startswith("Retry after")
+
+
 def test_error_before_the_first_step_has_the_account_of_its_moment(watched):
     too_large = "import torch; [torch.empty(300 << 20, dtype=torch.uint8, device='cuda') for _ in range(20)]"
     run = watched(sys.executable, "-c", too_large)

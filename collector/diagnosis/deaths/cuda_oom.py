@@ -220,13 +220,14 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     counts = np.diff(np.searchsorted(floats(batches, "time_ns"), [0.0, *steps_ns, at_ns + 1]))
     before = own.before(steps_ns[-1]) if own is not None and len(steps_ns) else None
     level = before.column("allocated_bytes")[-1] if before is not None and len(before.rows) else math.nan
+    taken = figures.get("allocated_bytes", math.nan) - level
     phases = [each for each in tables.events_of("phase", by=key) if each["time_ns"] <= at_ns]
     return _Scene(
         error=error,
         figures=figures,
         growth=tensors_of(tables, own).growth() if own is not None else None,
         has_more_tensors=own is not None and kept_tensors(tables, own) is not None,
-        taken_bytes=figures.get("allocated_bytes", math.nan) - level,
+        taken_bytes=taken if taken > 0 else math.nan,
         batch_bytes=(float(payload[-1]) if len(payload) else math.nan, peak(payload[:-1])),
         batch_counts=(int(counts[-1]), int(counts[:-1].max(initial=0))),
         phase=str(phases[-1]["phase"]) if phases else None,
@@ -257,7 +258,7 @@ def _summary(scene: _Scene, process: str) -> str:
         text += f", the allocator {size(scene.unallocated_bytes)} more"
     if scene.holds_batches:
         text += f". {counted(scene.batch_counts[0], 'batch')} came without a step"
-        text += f", in which tensors took {size(scene.taken_bytes)}" if scene.taken_bytes > 0 else ""
+        text += f", in which tensors took {size(scene.taken_bytes)}" if math.isfinite(scene.taken_bytes) else ""
     text += ". The training caught the error and went on" if scene.is_caught else ""
     return f"{text}. The script caught the error and ended." if error.event.get("ends_itself") else f"{text}."
 
@@ -314,7 +315,9 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     unused = scene.unallocated_bytes
     # The request fits into what is unused and what is free, and most of it into what is unused.
     fits_in_pieces = unused >= max(request - max(scene.room_bytes, 0.0), request / 2)
-    in_handler = bool(scene.error.event.get("in_handler")) and scene.taken_bytes > 0
+    event = scene.error.event
+    is_raised_again = event.get("allocated_bytes") not in (None, scene.of("allocated_bytes"))
+    in_handler = (event.get("in_handler") is True or is_raised_again) and math.isfinite(scene.taken_bytes)
     in_worker = scene.error.slot is not None and math.isfinite(own)
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (

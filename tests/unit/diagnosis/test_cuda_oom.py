@@ -194,8 +194,9 @@ def test_error_that_is_raised_again_has_the_figures_of_its_message():
     run = recorded("out-of-memory")
     error = error_of(run)
     changes = {"allocated_bytes": error["allocated_bytes"] + 90 * MIB, "free_bytes": 0, "errors_count": 4}
-    found, _ = post_mortem(with_changed_event(run, "cuda-oom", **changes))
+    found, advice = post_mortem(with_changed_event(run, "cuda-oom", **changes))
     figures = {evidence.name: evidence.value for evidence in found.evidence}
+    assert advice.startswith("Retry after"), "it was alive during the attempts"
     for name in ("allocated_bytes", "free_bytes", "reserved_bytes"):
         assert figures[name] == pytest.approx(error[name], rel=0.01)
     assert figures["other_processes_bytes"] == 0
