@@ -282,6 +282,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("reserved_bytes", "int", "memory reserved by PyTorch, at the error"),
         Field("type", "str", "class of the exception"),
         Field("message", "str", "message of the exception; absent if it was caught"),
+        Field("in_handler", "bool", "true: it was raised while another such error was handled"),
         Field("path", "str", "snapshot of the allocator, below the run directory"),
         Field("bytes", "int", "size of the snapshot"),
         Field("pickle", "str", "the same snapshot for pytorch.org/memory_viz"),

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.card.trainings import Training, trainings
-from collector.diagnosis.deaths.cuda_oom import message_figures
+from collector.diagnosis.run.cuda_message import message_figures
 from collector.diagnosis.run.tables import RunTables, load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding

@@ -37,7 +37,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
     stay. So does /dev/shm that no process is seen to map, where workers of kept iterators live: a forked worker
     holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information, and so
-    does a rank that is late by its pauses. A loader with a worker that hangs is not healthy.
+    does a rank that is late by its pauses. Unused memory in the segments of tensors that are kept becomes
+    information, too. A loader with a worker that hangs is not healthy.
     """
     if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
         return None
@@ -52,6 +53,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return None
     if goes_with_tensors:
         return _consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU")
+    if finding.kind == "gpu-fragmentation" and _lies_between_tensors(findings, finding):
+        return _consequence(finding, "gpu-tensor-leak", "the tensors kept, since it lies between them")
     if cause := _keeper(findings, finding):
         return _consequence(finding, cause, "what the training process keeps")
     if finding.kind in _OF_SHARED_MEMORY and finding.locus.pid is None and _keeps_workers(findings, finding):
@@ -135,6 +138,12 @@ def _goes_with_tensors(findings: list[Finding], leak: Finding) -> bool:
     return any(count and rise_bytes <= _HOST_BYTES_PER_TENSOR * count for count in counts)
 
 
+def _lies_between_tensors(findings: list[Finding], holes: Finding) -> bool:
+    """Return whether tensors that are kept there grow as fast or faster: unused memory lies in their segments."""
+    leaks = (leak for leak in findings if leak.kind == "gpu-tensor-leak" and leak.locus == holes.locus)
+    return any(leak.rate and holes.rate and leak.rate.value >= holes.rate.value for leak in leaks)
+
+
 def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Iterator[Finding]:
     place = like.locus.host, like.locus.pid
     return (
@@ -147,6 +156,8 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
 
     Where the exception came from a worker, the memory was refused to that.
     """
+    if death.kind == "cuda-oom":
+        return _with_fix_of_library(death, findings)
     is_refused = _is_refused(death)
     if death.kind != "host-oom-kill" and not is_refused:
         return death
@@ -163,6 +174,18 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
     rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
+
+
+def _with_fix_of_library(death: Finding, findings: list[Finding]) -> Finding:
+    """Return an error with growth outside PyTorch as the first thing to fix, if the tensors did not grow more."""
+    of_tensors = death.value_of("allocated_rise_bytes") or 0.0
+    for leak in findings:
+        is_there = (leak.locus.host, leak.locus.device) == (death.locus.host, death.locus.device)
+        if leak.kind == "gpu-non-pytorch-growth" and is_there and max(rises_bytes(leak)) > of_tensors:
+            process = "the process's memory outside PyTorch"
+            fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind, process=process))
+            return replace(death, fault=leak.fault, advice=(fix, *death.advice))
+    return death
 
 
 def _is_refused(death: Finding) -> bool:

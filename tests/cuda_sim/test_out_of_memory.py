@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from collector.diagnosis.deaths.cuda_oom import message_figures
+from collector.diagnosis.run.cuda_message import message_figures
 from tests.cuda_sim.conftest import evidence
 
 PLACES = ("forward", "backward", "optimizer", "temporaries", "evaluation")
@@ -53,6 +53,14 @@ def test_caught_error_has_the_figures_of_its_message(watched):
     figures, said = evidence(found), message_figures(run.done.stderr.rpartition("CUDA out of memory")[2])
     assert (run.done.returncode, found["severity"]) == (0, "info")
     assert same(figures["allocated_bytes"], said["allocated_bytes"])
+
+
+def test_retry_in_the_handler_is_advised_against(watched):
+    """The first error's traceback holds the tensors of the step that failed."""
+    run = watched("errors.py", "temporaries", "--retry")
+    (found,) = run.findings("cuda-oom")
+    assert (found["severity"], evidence(found)["errors_count"]) == ("critical", 2)
+    assert found["advice"][0]["text"].startswith("Retry after")
 
 
 def test_error_before_the_first_step_has_the_account_of_its_moment(watched):

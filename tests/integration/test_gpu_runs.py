@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from collector.diagnosis.deaths.cuda_oom import message_figures
+from collector.diagnosis.run.cuda_message import message_figures
 from collector.diagnosis.verdict import diagnose
 from collector.store.allocator_snapshots import newest_allocator_snapshot
 from collector.store.runs.run import Run

@@ -1,32 +1,33 @@
-"""Explain CUDA out-of-memory errors: the request, the free memory, the use of the rest, and the cause.
-
-PyTorch's message gives its figures with two decimals of a binary unit (`format_size` in
-c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp).
-"""
+"""Explain CUDA out-of-memory errors: the request, the free memory, the use of the rest, and the cause."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.memory.gpu_growth import kept_tensors
+from collector.diagnosis.memory.gpu_growth import kept_tensors, tensors_of
 from collector.diagnosis.run.allocators import allocators, devices, record_at
 from collector.diagnosis.run.columns import floats, peak, whole, written
+from collector.diagnosis.run.cuda_message import (
+    ROUNDED_BYTES,
+    first_sentences,
+    is_out_of_memory,
+    message_figures,
+)
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import Growth
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity, fact
 from collector.store import ProcessKey
-from collector.units import plain_text, size
+from collector.units import counted, plain_text, size
 
-_SENTENCE = re.compile(r"(CUDA|HIP|XPU) out of memory")
 _MESSAGE_CHARACTERS = 500
 #: Smallest gain of an advice worth giving, as a share of the limit.
 _LEAST_GAIN_RATIO = 0.01
@@ -34,24 +35,17 @@ _LEAST_GAIN_RATIO = 0.01
 _AT_ERROR = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
 #: Memory of the device.
 TOTAL = "device_total_bytes"
-#: Precision of the figures in PyTorch's message: 0.01 GiB.
-_ROUNDED_BYTES = 0.01 * (1 << 30)
 #: DataLoader raises a worker's error again in the training process (torch/_utils.py, `ExceptionWrapper`).
 _RAISED_AGAIN = re.compile(r"Caught \S+ in DataLoader worker process (\d+)")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_SIZE = r"(?P<value>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)"
-_FIGURES = {
-    "requested_bytes": (rf"Tried to allocate {_SIZE}", rf"Requested\s*: {_SIZE}"),
-    "total_bytes": (rf"total capacity of {_SIZE}", rf"Device limit\s*: {_SIZE}"),
-    "free_bytes": (rf"of which {_SIZE} is free", rf"Free \(according to CUDA\)\s*: {_SIZE}"),
-    "process_used_bytes": (rf"this process has {_SIZE} memory in use",),
-    "allowed_bytes": (rf"{_SIZE} allowed;", rf"memory fraction\)\s*: {_SIZE}"),
-    "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"Currently allocated\s*: {_SIZE}"),
-    "unallocated_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
-}
 #: Advice; `{room}` is the memory that becomes usable.
 _TENSORS_GREW = Advice(
     text="See gpu-tensor-leak first: live tensors were growing until the error",
+    expected="the {room} by which they grew become free",
+)
+_TENSOR_GREW = Advice(
+    text="Find what grew first: live tensors held more and more until the error, and their number did not grow or "
+    "is not known. Batches that grow do so, or one tensor that is made again, larger each time: torch.cat of "
+    "predictions, a cache of keys and values",
     expected="the {room} by which they grew become free",
 )
 _LARGER_SHARE = Advice(
@@ -73,6 +67,16 @@ _BOUND_BATCHES = Advice(
     expected="no batch is larger than {room}, which fitted",
     effect="changes results",
 )
+_RELEASE_BATCHES = Advice(
+    text="Let go of each batch's tensors before the next one: in an evaluation, use torch.no_grad() and move "
+    "outputs to the CPU; in gradient accumulation, call backward() on the loss of each batch",
+    expected="up to {room} become free",
+)
+_LEAVE_HANDLER = Advice(
+    text="Retry after the `except` block, not in it: there the first error still holds the tensors of the step "
+    "that failed (its traceback has their frames)",
+    expected="up to {room} become free before the retry",
+)
 _NO_CUDA_IN_WORKERS = Advice(
     text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
     "in the training process",
@@ -84,9 +88,15 @@ _SMALLER_STEP = Advice(
     expected="activations shrink in proportion to the batch",
     effect="changes results",
 )
+_SMALLER_STATE = Advice(
+    text="Take an optimizer whose step needs less: foreach=False (fewer temporaries), SGD, Adafactor or an 8-bit "
+    "Adam (less state), or shard its state over several devices (FSDP)",
+    expected="its state and temporaries fit beside parameters and gradients",
+    effect="changes results",
+)
 _SMALLER_MODEL = Advice(
-    text="No step and no batch came before it: if the model itself does not fit, load it in bfloat16, shard it "
-    "over several devices (FSDP), or make it smaller; if it was the first pass, make the batch smaller",
+    text="No step came before it: if the model itself does not fit, load it in bfloat16, shard it over several "
+    "devices (FSDP), or make it smaller; if the batch does not fit beside it, make the batch smaller",
     expected="parameters, gradients, the optimizer's state and one step fit together",
     effect="changes results",
 )
@@ -99,18 +109,26 @@ class _Scene:
     Attributes:
         error: its process, device and event.
         figures: name -> bytes, of `figures_at`.
-        growth: the growth of live tensors before it, None if they and their number did not grow.
+        growth: the growth of live tensors before it, None if they did not grow.
+        has_more_tensors: whether their number grew too.
+        taken_bytes: what tensors took since the last step, NaN if not known.
         batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
+        batch_counts: batches since the last step, and the most in any step before.
         phase: phase of the framework, None if it recorded none.
-        is_first: True if the process had neither a batch nor a whole step before it.
+        is_first: True if the process had no whole step before it.
+        in_optimizer: True if the optimizer's step had begun.
     """
 
     error: CudaError
     figures: Mapping[str, float]
     growth: Growth | None
+    has_more_tensors: bool
+    taken_bytes: float
     batch_bytes: tuple[float, float]
+    batch_counts: tuple[int, int]
     phase: str | None
     is_first: bool
+    in_optimizer: bool
 
     def of(self, name: str) -> float:
         """Return a figure, NaN if it is not known."""
@@ -120,6 +138,12 @@ class _Scene:
     def is_caught(self) -> bool:
         """True if the training caught the error and went on."""
         return self.error.event.get("caught") is True
+
+    @property
+    def holds_batches(self) -> bool:
+        """True if more batches came since the last step than in any step before."""
+        count, most = self.batch_counts
+        return count > max(most, 1)
 
     @property
     def unallocated_bytes(self) -> float:
@@ -149,8 +173,22 @@ def find_cuda_ooms(tables: RunTables) -> list[Finding]:
 
 def ended_by_cuda_oom(tables: RunTables) -> frozenset[ProcessKey]:
     """Return the training processes that such an error ended."""
-    events = [event for event in tables.events_of("cuda-oom") if event.get("caught") is False]
-    return frozenset(map(writer_of, events))
+    return frozenset(writer_of(event) for event in _events(tables) if event.get("caught") is False)
+
+
+def _events(tables: RunTables) -> Iterator[Mapping[str, Any]]:
+    """Yield the `cuda-oom` events, with what the end of the process says of an error that it may have caught."""
+    life = lifecycle_of(tables)
+    for event in tables.events_of("cuda-oom"):
+        if event.get("caught") is None:
+            key = writer_of(event)
+            handled = [str(each.get("handled")) for each in tables.events_of("exit-message", by=key)]
+            # Shortly before a normal end no request comes in which the process could say that it went on.
+            if life.exit_status == 0 and key not in life.exceptions:
+                event = {**event, "caught": True}
+            elif handled and is_out_of_memory(handled[-1]):
+                event = {**event, "caught": False, "ends_itself": True}
+        yield event
 
 
 def _finding(tables: RunTables, error: CudaError) -> Finding:
@@ -173,20 +211,29 @@ def _finding(tables: RunTables, error: CudaError) -> Finding:
 
 
 def _scene(tables: RunTables, error: CudaError) -> _Scene:
-    key, at_ns = error.key, error.at_ns
+    key, at_ns, event = error.key, error.at_ns, error.event
     records = allocators(tables.stream("device_memory"))
     own = next((a.before(at_ns) for a in records if (a.key, a.device) == (key, error.device)), None)
-    batches = written(tables, "batch", key)
-    payload = floats(batches[floats(batches, "time_ns") <= at_ns], "payload_bytes")
-    has_steps = bool((floats(written(tables, "step", key), "time_ns") <= at_ns).any())
-    phases = [event for event in tables.events_of("phase", by=key) if event["time_ns"] <= at_ns]
+    batches, steps_ns = written(tables, "batch", key), floats(written(tables, "step", key), "time_ns")
+    batches, steps_ns = batches[floats(batches, "time_ns") <= at_ns], steps_ns[steps_ns <= at_ns]
+    payload, figures = floats(batches, "payload_bytes"), figures_at(tables, error)
+    counts = np.diff(np.searchsorted(floats(batches, "time_ns"), [0.0, *steps_ns, at_ns + 1]))
+    before = own.before(steps_ns[-1]) if own is not None and len(steps_ns) else None
+    level = before.column("allocated_bytes")[-1] if before is not None and len(before.rows) else math.nan
+    taken = figures.get("allocated_bytes", math.nan) - level
+    phases = [each for each in tables.events_of("phase", by=key) if each["time_ns"] <= at_ns]
     return _Scene(
         error=error,
-        figures=figures_at(tables, error),
-        growth=kept_tensors(tables, own) if own is not None else None,
+        figures=figures,
+        growth=tensors_of(tables, own).growth() if own is not None else None,
+        has_more_tensors=own is not None and kept_tensors(tables, own) is not None,
+        taken_bytes=taken if taken > 0 else math.nan,
         batch_bytes=(float(payload[-1]) if len(payload) else math.nan, peak(payload[:-1])),
+        batch_counts=(int(counts[-1]), int(counts[:-1].max(initial=0))),
         phase=str(phases[-1]["phase"]) if phases else None,
-        is_first=error.slot is None and not has_steps and not len(payload),
+        is_first=error.slot is None and not len(steps_ns),
+        # Without an observer the allocators were recorded after the error, in whatever phase.
+        in_optimizer=own is not None and "error_time_ns" in event and own.before_optimizer_of(event["step"]),
     )
 
 
@@ -209,11 +256,16 @@ def _summary(scene: _Scene, process: str) -> str:
     if math.isfinite(scene.unallocated_bytes):
         text += f". Tensors held {size(scene.of('allocated_bytes'))}"
         text += f", the allocator {size(scene.unallocated_bytes)} more"
-    return text + (". The training caught the error and went on." if scene.is_caught else ".")
+    if scene.holds_batches:
+        text += f". {counted(scene.batch_counts[0], 'batch')} came without a step"
+        text += f", in which tensors took {size(scene.taken_bytes)}" if math.isfinite(scene.taken_bytes) else ""
+    text += ". The training caught the error and went on" if scene.is_caught else ""
+    return f"{text}. The script caught the error and ended." if error.event.get("ends_itself") else f"{text}."
 
 
 def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
     last, before = scene.batch_bytes
+    count, most = scene.batch_counts
     figures = (
         ("batch_payload_bytes", last, "last batch before it"),
         ("earlier_batch_payload_peak_bytes", before, "run"),
@@ -222,17 +274,21 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
             for name, value in scene.figures.items()
             if name != TOTAL or scene.is_limited
         ),
+        ("allocated_since_step_bytes", scene.taken_bytes, "since the last step"),
     )
     evidence = [fact(name, value, window) for name, value, window in figures if math.isfinite(value)]
+    if scene.holds_batches:
+        evidence.append(fact("batches_since_step_count", count, "since the last step"))
+        evidence += [fact("batches_of_a_step_peak_count", most, "run")] if most else []
     errors = whole(scene.error.event.get("errors_count")) or 1
     evidence.append(fact("errors_count", errors, "since the last such event"))
     if scene.error.event.get("message"):
-        message = plain_text(str(scene.error.event["message"]))
-        begin = max((found.start() for found in _SENTENCE.finditer(message)), default=0)
-        message = first_sentences(message[begin:])  # a worker's comes with a traceback
+        message = first_sentences(plain_text(str(scene.error.event["message"])))
         evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught"))
     else:
-        went_on = "yes, the training went on" if scene.is_caught else "not known, the process ended after it"
+        caught = scene.error.event.get("caught")
+        went_on = "not known, the process ended after it" if caught is None else "yes, the process ended itself"
+        went_on = "yes, the training went on" if caught else went_on
         evidence.append(fact("caught", went_on, "the error"))
     if scene.growth is not None:
         evidence.append(fact("allocated_rise_bytes", round(scene.growth.rise), "before it", n=scene.growth.n))
@@ -247,6 +303,11 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
+    count, most = scene.batch_counts
+    # The part of what this step took that a step of the usual size, in bytes or batches, would not have taken.
+    excess = scene.taken_bytes * (1 - before / last) if last > before else math.nan
+    taken = scene.taken_bytes if math.isfinite(scene.taken_bytes) else scene.of("allocated_bytes")
+    more_batches = taken * (1 - most / max(count, 1))
     rise = math.nan if scene.growth is None else scene.growth.rise
     growth_gain = math.inf if rise >= scene.of("allocated_bytes") / 2 else rise
     more = scene.of(TOTAL) - scene.of("limit_bytes")
@@ -254,14 +315,20 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     unused = scene.unallocated_bytes
     # The request fits into what is unused and what is free, and most of it into what is unused.
     fits_in_pieces = unused >= max(request - max(scene.room_bytes, 0.0), request / 2)
+    event = scene.error.event
+    is_raised_again = event.get("allocated_bytes") not in (None, scene.of("allocated_bytes"))
+    in_handler = (event.get("in_handler") is True or is_raised_again) and math.isfinite(scene.taken_bytes)
     in_worker = scene.error.slot is not None and math.isfinite(own)
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
-        (_TENSORS_GREW, "your code", scene.growth is not None, growth_gain, rise),
+        (_TENSORS_GREW, "your code", scene.growth is not None and scene.has_more_tensors, growth_gain, rise),
+        (_TENSOR_GREW, "your code", scene.growth is not None and not scene.has_more_tensors, growth_gain, rise),
         (_LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
         (_EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (_END_OTHERS, "outside", others >= request, others, others),
-        (_BOUND_BATCHES, "your code", last > before, last - before, before),
+        (_BOUND_BATCHES, "your code", last > before, float(np.fmax(last - before, excess)), before),
+        (_RELEASE_BATCHES, "your code", scene.holds_batches, more_batches, more_batches),
+        (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),
         (_NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
     )
     least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
@@ -273,6 +340,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     supported.sort(key=lambda option: -option[0])
     fault = supported[0][1] if supported else "your settings"
     last_resort = _SMALLER_MODEL if scene.is_first else _SMALLER_STEP
+    last_resort = _SMALLER_STATE if scene.in_optimizer else last_resort
     return (*(advice for _, _, advice in supported), last_resort), fault
 
 
@@ -317,14 +385,9 @@ class CudaError:
 
 def cuda_errors(tables: RunTables) -> list[CudaError]:
     """Return the last error of each process and device; one that ended the training goes before caught ones."""
-    slots, life = worker_slots(tables), lifecycle_of(tables)
+    slots = worker_slots(tables)
     last: dict[tuple[ProcessKey, int | None], CudaError] = {}
-    events: list[Mapping[str, Any]] = []
-    for event in tables.events_of("cuda-oom"):
-        # Shortly before a normal end no request comes in which the process could say that it went on.
-        has_ended_well = life.exit_status == 0 and writer_of(event) not in life.exceptions
-        events.append({**event, "caught": True} if event.get("caught") is None and has_ended_well else event)
-    for event in sorted(events, key=lambda event: event.get("caught") is not True):
+    for event in sorted(_events(tables), key=lambda event: event.get("caught") is not True):
         key, device = writer_of(event), whole(event.get("device"))
         if device is None and not _RAISED_AGAIN.match(str(event.get("message") or "")):
             device = _only_device(tables, key)
@@ -366,6 +429,10 @@ def figures_at(tables: RunTables, error: CudaError) -> dict[str, float]:
     """
     event, message = error.event, message_figures(str(error.event.get("message") or ""))
     figures = {name: float(event[name]) for name in _AT_ERROR if whole(event.get(name)) is not None}
+    differ = (abs(figures[name] - message[name]) > ROUNDED_BYTES for name in figures.keys() & message.keys())
+    if (whole(event.get("errors_count")) or 1) > 1 and any(differ):
+        # The error that ended the training is an earlier one, raised again after attempts that failed as well.
+        figures = {name: figures[name] for name in figures.keys() & {"limit_bytes"}}
     figures = {name: message[name] for name in ("requested_bytes", "free_bytes") if name in message} | figures
     limits = [message[name] for name in ("allowed_bytes", "total_bytes") if name in message]
     if limits:
@@ -410,7 +477,7 @@ def _elsewhere(
         return {"outside_pytorch_bytes" if is_alone else "rest_of_run_bytes": rest, "other_processes_bytes": others}
     result = {"outside_pytorch_bytes": max(0.0, process_used - reserved)}
     rest = max(0.0, outside - (process_used - reserved))
-    rest = rest if rest > 2 * _ROUNDED_BYTES else 0.0
+    rest = rest if rest > 2 * ROUNDED_BYTES else 0.0
     if is_alone:
         return result | {"other_processes_bytes": rest}
     if others is None:
@@ -422,24 +489,3 @@ def _is_alone(tables: RunTables, error: CudaError) -> bool:
     """Return whether no other process of the run is known to use the device."""
     users = {a.key for a in allocators(tables.stream("device_memory")) if a.device == error.device}
     return error.slot is None and users <= {error.key}
-
-
-def message_figures(message: str) -> dict[str, float]:
-    """Return the figures in PyTorch's message, in bytes.
-
-    Returns:
-        requested, total (of the device), free, process_used, allowed (where a fraction is set), allocated and
-        unallocated (reserved, and no tensor uses it), each with `_bytes`.
-    """
-    figures = {}
-    for name, patterns in _FIGURES.items():
-        matches = (re.search(pattern, message) for pattern in patterns)
-        match = next((match for match in matches if match), None)
-        if match:
-            figures[name] = float(match["value"]) * _UNITS[match["unit"]]
-    return figures
-
-
-def first_sentences(message: str) -> str:
-    """Return the message up to its general advice."""
-    return message.partition(" If reserved but unallocated memory")[0].strip()

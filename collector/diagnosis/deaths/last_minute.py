@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import replaced_workers
+from collector.diagnosis.run.allocators import without_errors
 from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
@@ -74,7 +75,9 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     keys += [key for key in lifecycle_of(tables).mains if key not in keys]  # they outlived the collector
     states = states.reindex(pd.MultiIndex.from_tuples(keys, names=WRITER)).reset_index()
     streams = (*_NEXT_PHASES, "fetch")
-    newest = {name: tables.stream(name).drop_duplicates(WRITER, keep="last") for name in streams}
+    newest = {name: tables.stream(name) for name in streams}
+    newest["device_memory"] = without_errors(newest["device_memory"])
+    newest = {name: rows.drop_duplicates(WRITER, keep="last") for name, rows in newest.items()}
     progress = pd.DataFrame([_progress(tables, newest, key) for key in keys], columns=["step", "batch", "phase"])
     # A process is sampled before its events say that it trains, and a short run ends there.
     mains = set(lifecycle_of(tables).mains)

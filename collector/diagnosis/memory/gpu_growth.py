@@ -19,6 +19,7 @@ import pandas as pd
 
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.leak import (
+    CONFIRMED,
     GrowingUse,
     Use,
     leak_finding,
@@ -26,6 +27,7 @@ from collector.diagnosis.memory.leak import (
     optimizer_bytes,
     optimizer_finding,
     rise_since,
+    share_of,
     witnesses_of,
 )
 from collector.diagnosis.run.allocators import Allocator, devices
@@ -131,6 +133,9 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
         if trend is None or not confirmed:
             return []
         return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
+    in_step = rank.column("allocated_peak_bytes") - rank.column("allocated_bytes")
+    if share_of(rank.seconds, in_step, trend) >= CONFIRMED:  # steps need it: their batches grow
+        return []
     if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
         return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]
     holes = {"inactive_split_rise_bytes": (rank.seconds, split)}
@@ -142,8 +147,8 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
 
 
 def retry_steps(rank: Allocator, since_seconds: float) -> int:
-    """Return in how many steps since then an allocation failed and was retried after the cache was flushed."""
-    failed = np.diff(rank.column("alloc_retry_count")) > 0
+    """Return in how many steps since then an allocation failed at first, and not after the cache was flushed."""
+    failed = np.diff(rank.column("alloc_retry_count")) > np.nan_to_num(np.diff(rank.column("oom_count")))
     return int((failed & (rank.seconds[1:] >= since_seconds)).sum())
 
 

@@ -324,8 +324,10 @@ GPU_MEMORY = Resource(
     risk_advice=_GPU_ADVICE,
     full="In {steps} steps GPU {device} had no memory left until PyTorch released its cache: {used} of {limit} "
     "were in use at the peak.",
-    full_advice=_GPU_ADVICE,
+    full_advice=_GPU_ADVICE[1:],
 )
+#: The same where it would not be full without the part of the cache that no tensor used even at the peak.
+GPU_IN_PIECES = replace(GPU_MEMORY, full_advice=(FRAGMENTATION.leak_advice[0], *GPU_MEMORY.full_advice))
 #: The memory of a GPU on which other programs grow.
 GPU_OF_OTHERS = replace(
     GPU_MEMORY,

@@ -76,6 +76,11 @@ class Allocator:
         """Return the allocator with its records up to a time."""
         return dataclasses.replace(self, rows=self.rows[floats(self.rows, "time_ns") <= time_ns])
 
+    def before_optimizer_of(self, step: int | None) -> bool:
+        """Return whether its newest record was made just before the optimizer of this step."""
+        rows = without_errors(self.rows)
+        return bool(len(rows) and floats(rows, "step")[-1] == step)
+
     def at(self, seconds: Floats, name: str) -> Floats:
         """Return a gauge at other times: that of the newest record at each, NaN before the first."""
         place = np.searchsorted(self.seconds, seconds, side="right") - 1
@@ -91,6 +96,12 @@ def allocators(rows: pd.DataFrame) -> list[Allocator]:
         for key, of_one in by_process(rows, WRITER)
         for _, records in of_one.groupby("device")
     ]
+
+
+def without_errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `device_memory` that were written just before an optimizer's step, not at an error."""
+    errors = rows.groupby([*WRITER, "device"])["oom_count"].diff().fillna(rows["oom_count"])
+    return rows[~(errors > 0)]
 
 
 def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Allocator]]]:

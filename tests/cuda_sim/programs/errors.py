@@ -1,6 +1,6 @@
 """A training whose steps grow until CUDA memory runs out, in one place of the step.
 
-errors.py forward|backward|optimizer|temporaries|evaluation [--catch] [--fraction RATIO] [--other BYTES]
+errors.py forward|backward|optimizer|temporaries|evaluation [--catch | --retry] [--fraction RATIO] [--other BYTES]
 """
 
 import argparse
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("place")
 parser.add_argument("--catch", action="store_true")
+parser.add_argument("--retry", action="store_true", help="take the step again while the error is handled")
 parser.add_argument("--fraction", type=float)
 parser.add_argument("--other", type=int, default=0)
 options = parser.parse_args()
@@ -73,6 +74,8 @@ for (x,) in DataLoader(TensorDataset(torch.zeros(64 * 60, WIDTH)), batch_size=64
         step(x.cuda(), options.place, rows)
     except torch.cuda.OutOfMemoryError as error:
         print(error, file=sys.stderr, flush=True)
+        if options.retry:
+            step(x.cuda(), options.place, rows)
         if not options.catch:
             raise
         rows //= 2

@@ -3,14 +3,24 @@
 The runs were recorded (tests/recorded_runs.py): PyTorch's own allocator made their records on simulated devices.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from altered_gpu_runs import flat, with_allocator
 from simulated_runs import MIB
 
-from collector.diagnosis.deaths.cuda_oom import message_figures
+from collector.diagnosis.run.cuda_message import message_figures
 from collector.diagnosis.verdict import diagnose
 from collector.findings import as_json
-from tests.recorded_runs import recorded, with_changed_event, with_columns, with_event, with_hidden_processes
+from tests.recorded_runs import (
+    only_rows,
+    recorded,
+    with_changed_event,
+    with_columns,
+    with_event,
+    with_hidden_processes,
+)
 
 #: Bytes of a process's context on a simulated device.
 CONTEXT = 256 * MIB
@@ -134,6 +144,83 @@ def test_unusually_large_batch_is_named():
     found, advice = post_mortem(largest)
     assert "Bound the size of a batch" in advice
     assert {e.name: e.value for e in found.evidence}["batch_payload_bytes"] == 90 * usual
+
+
+def test_long_batch_of_few_bytes_is_named_by_what_its_step_took():
+    """Token ids take some KiB, the activations that they lead to hundreds of MiB."""
+    longest = with_columns(
+        recorded("out-of-memory"),
+        "batch",
+        lambda rows: {"payload_bytes": np.where(rows["index"] == rows["index"].max(), 90_000, 6_000)},
+    )
+    assert post_mortem(longest)[1].startswith("Bound the size of a batch")
+
+
+def test_batches_without_a_step_hold_memory():
+    """An evaluation, or gradient accumulation, that keeps what each batch took."""
+    run = only_rows(recorded("out-of-memory"), "step", lambda rows: rows["step"] < 6)
+    found, advice = post_mortem(run)
+    figures = {evidence.name: evidence.value for evidence in found.evidence}
+    assert advice.startswith("Let go of each batch's tensors before the next one")
+    assert (figures["batches_since_step_count"], figures["batches_of_a_step_peak_count"]) == (10, 1)
+    assert "10 batches came without a step, in which tensors took" in found.summary
+    found, advice = post_mortem(only_rows(run, "step", lambda rows: rows["step"] < 0))
+    assert advice.startswith("Let go of each batch's tensors before the next one")
+    assert "batches_of_a_step_peak_count" not in {evidence.name for evidence in found.evidence}
+
+
+def test_growth_of_one_tensor_is_advised_on_first():
+    run = with_allocator(recorded("leak-to-the-end"), allocation_count=flat("allocation_count"))
+    assert post_mortem(run)[1].startswith("Find what grew first")
+
+
+def test_retry_in_the_handler_of_an_error_is_advised_against():
+    run = recorded("out-of-memory")
+    assert "Retry after" not in post_mortem(run)[1]
+    assert post_mortem(with_changed_event(run, "cuda-oom", in_handler=True))[1].startswith("Retry after")
+
+
+def test_error_of_an_optimizer_is_no_matter_of_the_batch():
+    run = recorded("out-of-memory")
+    last = int(run.streams["step"]["step"].max())
+    in_step = only_rows(run, "step", lambda rows: rows["step"] < last)
+    in_optimizer = only_rows(in_step, "batch", lambda rows: rows["index"] <= last)
+    _, advice = post_mortem(with_changed_event(in_optimizer, "cuda-oom", step=last))
+    assert advice == "Take an optimizer whose step needs less"
+
+
+def test_error_that_is_raised_again_has_the_figures_of_its_message():
+    """Attempts after it failed as well, so the observer saw another one last."""
+    run = recorded("out-of-memory")
+    error = error_of(run)
+    changes = {"allocated_bytes": error["allocated_bytes"] + 90 * MIB, "free_bytes": 0, "errors_count": 4}
+    found, advice = post_mortem(with_changed_event(run, "cuda-oom", **changes))
+    figures = {evidence.name: evidence.value for evidence in found.evidence}
+    assert advice.startswith("Retry after"), "it was alive during the attempts"
+    for name in ("allocated_bytes", "free_bytes", "reserved_bytes"):
+        assert figures[name] == pytest.approx(error[name], rel=0.01)
+    assert figures["other_processes_bytes"] == 0
+
+
+def test_script_that_exits_while_it_handles_the_error_died_of_it():
+    run = recorded("out-of-memory")
+    error = error_of(run)
+    told = {"handled": f"OutOfMemoryError: {error['message']}", "message": "exit status 3", "status": 3}
+    run = replace(run, events=[event for event in run.events if event["kind"] != "exception"])
+    run = with_changed_event(run, "cuda-oom", caught=None, message=None, type=None)
+    found, _ = post_mortem(with_event(run, "exit-message", time_ns=error["time_ns"] + 1, **told))
+    assert found.severity == "critical"
+    assert found.summary.endswith("The script caught the error and ended.")
+
+
+def test_growth_outside_pytorch_before_an_error_is_advised_on_first():
+    run = recorded("library-growth")
+    device = int(run.streams["device_memory"]["device"].iloc[0])
+    last_ns = int(run.streams["step"]["time_ns"].iloc[-1])
+    error = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes"), 64 * MIB)
+    died = with_event(run, "cuda-oom", time_ns=last_ns, device=device, step=1, caught=False, free_bytes=0, **error)
+    [found] = [each for each in diagnose(died).findings if each.kind == "cuda-oom"]
+    assert found.advice[0].text.startswith("Fix gpu-non-pytorch-growth first")
 
 
 def test_a_model_that_never_fitted_is_no_matter_of_the_batch_alone():

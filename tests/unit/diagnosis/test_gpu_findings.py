@@ -198,6 +198,24 @@ def test_failed_allocations_show_fragmentation_of_expandable_segments():
     assert "alloc_retry_steps_count" in {e.name for e in only_finding(failing, "gpu-fragmentation").evidence}
 
 
+def test_cache_of_steps_that_take_ever_more_is_no_fragmentation():
+    """Batches grow: so do the peaks within the steps."""
+    peaks = with_allocator(
+        recorded(HOLES), allocated_peak_bytes=lambda rows: rows["allocated_bytes"] + rise(rows, "reserved_bytes")
+    )
+    assert "gpu-fragmentation" not in kinds(peaks)
+
+
+def test_unused_memory_between_kept_tensors_follows_from_their_leak():
+    run = recorded(HOLES)
+    grown = 3 * rise(run.streams["device_memory"], "inactive_split_bytes")
+    names = ("allocated_bytes", "active_bytes", "reserved_bytes", "allocated_peak_bytes")
+    more_tensors = {name: (lambda rows, name=name: rows[name] + grown) for name in names}
+    both = with_allocator(run, **more_tensors, allocation_count=lambda rows: rows["step"])
+    [holes] = [finding for finding in diagnose(both).findings if finding.kind == "gpu-fragmentation"]
+    assert (holes.severity, holes.consequence_of) == ("info", "gpu-tensor-leak")
+
+
 def test_holes_that_stay_while_the_cache_is_released_are_fragmentation():
     """At the limit PyTorch gives its free segments back, again and again: the unused memory is a sawtooth."""
 

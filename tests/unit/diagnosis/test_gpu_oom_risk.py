@@ -176,6 +176,21 @@ def test_repeated_allocation_failures_on_a_full_device_are_a_risk():
     assert kinds(only_rows(failing, "device", lambda rows: rows["device"] < 0)) == ["cannot-tell"]
 
 
+def test_allocations_that_failed_for_good_are_errors_alone():
+    failing = with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
+    errors = with_allocator(failing, oom_count=lambda rows: rows["step"] // 40)
+    assert find_device_risk(with_other_job(errors, 180 * MIB)) == []
+
+
+def test_full_device_whose_cache_is_in_pieces_needs_another_setting_first():
+    failing = with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
+    [full] = find_device_risk(with_other_job(failing, 180 * MIB))
+    assert full.advice[0].text.startswith("Make a step smaller"), "nothing grows that could be fixed"
+    pieces = with_allocator(failing, reserved_peak_bytes=more("allocated_peak_bytes", 200 * MIB))
+    [in_pieces] = find_device_risk(with_other_job(pieces, 180 * MIB))
+    assert "expandable_segments:True" in in_pieces.advice[0].text
+
+
 def test_limit_that_was_met_has_no_forecast():
     for name in ("cuda-oom", "leak-to-the-end"):
         found = {finding.kind for finding in diagnose(recorded(name)).findings}

@@ -10,6 +10,7 @@ from simulated_runs import MAIN, MIB, START_SECONDS, Script, jittered, sample_pr
 from collector.diagnosis.deaths.last_minute import last_minute, last_states
 from collector.diagnosis.verdict import diagnose
 from collector.report import card
+from tests.recorded_runs import recorded
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 WORKER = ("node", 1000, 7000)
@@ -109,3 +110,9 @@ def test_live_run_has_no_last_minute_and_unsampled_run_has_steps():
     assert list(states["step"]) == [19]
     assert states["rss_bytes"].isna().all()
     assert last_states(Script().tables()).empty
+
+
+def test_error_in_a_forward_pass_is_not_told_as_one_in_the_optimizer():
+    """The allocators are recorded at an error too, in whatever phase."""
+    [state] = last_states(recorded("out-of-memory")).to_dict("records")
+    assert state["phase"] == "forward or backward"

@@ -422,6 +422,16 @@ def test_error_raised_from_an_oom_is_fatal_with_the_message_of_the_oom(out_of_me
     assert (reported["caught"], reported["message"]) == (False, "CUDA out of memory.")
 
 
+def test_error_that_is_raised_while_another_is_handled_is_recorded_so(out_of_memory):
+    out_of_memory.hook.cuda_is_ready()
+    first, second = (torch.OutOfMemoryError("CUDA out of memory.") for _ in range(2))
+    second.__context__ = first
+    for error in (first, second):
+        out_of_memory.observers[0](0, ASKED, LIMIT, FREE)
+        sys.excepthook(type(error), error, None)
+    assert [event["in_handler"] for event in out_of_memory.events("cuda-oom")] == [False, True]
+
+
 def test_only_cuda_out_of_memory_errors_are_recognised():
     assert is_out_of_memory(torch.OutOfMemoryError("Caught OutOfMemoryError in replica 1 on device 1."))
     assert is_out_of_memory(

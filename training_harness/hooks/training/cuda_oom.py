@@ -109,6 +109,7 @@ class OomHook(Hook):
             last |= {**self._snapshot(current), "is_snapshot_later": True}
         if error is not None:
             last |= {"type": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]}
+            last["in_handler"] = error.__context__ is not None and is_out_of_memory(error.__context__)
         current.events.append("cuda-oom", caught=caught, errors_count=max(1, len(errors)), **last)
 
     def _snapshot_of(self, error: Mapping[str, Any], current: session.Session) -> dict[str, Any]:
