@@ -222,7 +222,7 @@ def _batch_wait_ratio(batch: pd.DataFrame) -> float | None:
     return float(waits.sum() / spans.sum()) if spans.sum() > 0 else None
 
 
-def _peaks(tables: RunTables, last_held: Iterable[float]) -> Peaks:
+def _peaks(tables: RunTables, last_held: Iterable[float | None]) -> Peaks:
     host, process = tables.stream("host"), tables.stream("process")
     roles = floats(process, "role")
     mains, workers = process[roles == ROLE_MAIN], process[roles == ROLE_WORKER]
@@ -233,7 +233,9 @@ def _peaks(tables: RunTables, last_held: Iterable[float]) -> Peaks:
         "host_used_bytes": _finite_or_none(peak(used)),
         "cgroup_demand_bytes": _finite_or_none(peak(demand)),
         "shm_used_bytes": _peak(host, "shm_used_bytes"),
-        "run_pss_bytes": _finite_or_none(peak(np.array([*_memory_over_time(tables), *last_held]))),
+        "run_pss_bytes": _finite_or_none(
+            peak(np.array([*_memory_over_time(tables), *last_held], dtype=np.float64))
+        ),
         "main_rss_bytes": _peak(mains, "rss_bytes"),
         "main_private_dirty_bytes": _peak(mains, "private_dirty_bytes"),
         "worker_rss_bytes": _peak(workers, "rss_bytes"),
