@@ -136,7 +136,11 @@ def stop() -> None:
 def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write an uncaught exception as an event."""
     session = start()
-    if session is not None and kind is not SystemExit:
+    if session is None or kind is SystemExit:
+        return
+    try:
+        session.events.append("exception", **_described(kind, error, trace))
+    except Exception:  # torch's handler of SIGCHLD raises anywhere, once, when a worker was killed
         session.events.append("exception", **_described(kind, error, trace))
 
 

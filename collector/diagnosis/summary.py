@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TypedDict, cast
 
 import numpy as np
@@ -129,16 +130,17 @@ class Summary(TypedDict):
 
 def summarise(tables: RunTables, status: Status) -> Summary:
     """Return peaks in bytes, throughput per second, the waits of the loops, and Tidegauge's own cost."""
+    last_minute = to_records(last_states(tables)) if status in ("failed", "killed") else []
+    # A process may have grown since its memory was read, and none held more than the run.
+    last_held = (state["held_bytes"] for state in last_minute if state["pss_bytes"] is not None)
     return {
-        "peak": _peaks(tables),
+        "peak": _peaks(tables, last_held),
         "throughput": _throughput(tables),
         "data_wait_ratio": data_wait_ratio(tables),
         "outside_step": outside_step(tables),
         "exposed_stall": wait_summaries(tables),
         "overhead": _overhead(tables),
-        "last_minute": cast("list[LastState]", to_records(last_states(tables)))
-        if status in ("failed", "killed")
-        else [],
+        "last_minute": cast("list[LastState]", last_minute),
         "earlier_workers_count": len(earlier_workers(tables)),
     }
 
@@ -220,7 +222,7 @@ def _batch_wait_ratio(batch: pd.DataFrame) -> float | None:
     return float(waits.sum() / spans.sum()) if spans.sum() > 0 else None
 
 
-def _peaks(tables: RunTables) -> Peaks:
+def _peaks(tables: RunTables, last_held: Iterable[float | None]) -> Peaks:
     host, process = tables.stream("host"), tables.stream("process")
     roles = floats(process, "role")
     mains, workers = process[roles == ROLE_MAIN], process[roles == ROLE_WORKER]
@@ -231,7 +233,9 @@ def _peaks(tables: RunTables) -> Peaks:
         "host_used_bytes": _finite_or_none(peak(used)),
         "cgroup_demand_bytes": _finite_or_none(peak(demand)),
         "shm_used_bytes": _peak(host, "shm_used_bytes"),
-        "run_pss_bytes": _finite_or_none(peak(_memory_over_time(tables).to_numpy())),
+        "run_pss_bytes": _finite_or_none(
+            peak(np.array([*_memory_over_time(tables), *last_held], dtype=np.float64))
+        ),
         "main_rss_bytes": _peak(mains, "rss_bytes"),
         "main_private_dirty_bytes": _peak(mains, "private_dirty_bytes"),
         "worker_rss_bytes": _peak(workers, "rss_bytes"),

@@ -94,6 +94,26 @@ def test_an_uncaught_exception_and_the_exit_are_recorded(run_attached):
     assert len(run.events("process-exit")) == 1
 
 
+def test_an_exception_is_recorded_although_a_signal_handler_raises_meanwhile(run_attached, tmp_path):
+    """torch's handler of SIGCHLD raises wherever the training is as a worker is killed, once."""
+    script = tmp_path / "reset.py"
+    script.write_text(
+        "import signal, sys, torch\n"
+        "def report(number, frame):\n"
+        "    signal.signal(signal.SIGCHLD, signal.SIG_DFL)\n"
+        "    raise RuntimeError('a worker was killed')\n"
+        "class Reset(Exception):\n"
+        "    def __str__(self):\n"
+        "        if 'traceback' not in sys._getframe(1).f_code.co_filename:\n"
+        "            signal.raise_signal(signal.SIGCHLD)\n"
+        "        return 'the connection is gone'\n"
+        "signal.signal(signal.SIGCHLD, report)\n"
+        "raise Reset\n"
+    )
+    [event] = map(json.loads, run_attached(script).events("exception").body)
+    assert (event["type"], event["message"]) == ("Reset", "the connection is gone")
+
+
 def test_an_exception_in_a_dataset_reaches_the_script_unchanged(run_attached):
     arguments = ("--num-workers=2", "--start-method=fork", "--raise-at=3")
     run = run_attached(TRAIN, *arguments)

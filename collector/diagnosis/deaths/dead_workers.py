@@ -91,7 +91,7 @@ class Workers:
         dead = []
         for event in self.life.tables.events_of("worker-died"):
             owner, pid, code = writer_of(event), whole(event.get("worker_pid")), whole(event.get("exit_code"))
-            if pid is None or self._stopped_on_purpose(owner, code):
+            if pid is None or self._stopped_on_purpose(owner, code) or self._ended_by_exit(event):
                 continue
             worker = self._worker_at((owner[0], pid), code)
             if worker is not None and not self._had_finished(worker):
@@ -121,6 +121,12 @@ class Workers:
         is_stopped = exception is not None and signal_raised(exception) is not None
         is_stopped = is_stopped or self.life.killed_mains.get(main) in (SIGINT, SIGTERM)
         return is_stopped and code in (-SIGINT, -SIGTERM, 0, 1)
+
+    def _ended_by_exit(self, event: Mapping[str, Any]) -> bool:
+        """Return whether an exiting interpreter terminated this worker: torch's handler of SIGTERM exits with 0."""
+        exits = self.life.tables.events_of("process-exit", by=writer_of(event))
+        is_exiting = bool(exits) and exits[-1]["time_ns"] <= event["time_ns"] and not exits[-1].get("detached")
+        return is_exiting and whole(event.get("exit_code")) in (0, -SIGTERM)
 
     def _gone_before_their_main(self) -> list[DeadWorker]:
         """Return workers of a killed training process that recorded no exit and did not merely follow it.

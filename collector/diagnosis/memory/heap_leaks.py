@@ -39,10 +39,11 @@ from collector.diagnosis.memory.leak import (
 )
 from collector.diagnosis.run.columns import (
     SECOND_NS,
+    anonymous_bytes,
     by_process,
     finite,
     floats,
-    resident_bytes,
+    private_bytes,
     seconds,
     whole,
     with_early_samples,
@@ -54,7 +55,13 @@ from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables, step_units, writer_of
-from collector.diagnosis.run.training import after_training, iterates, training_end_ns, while_running
+from collector.diagnosis.run.training import (
+    after_training,
+    iterates,
+    since_ready,
+    training_end_ns,
+    while_running,
+)
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, fact
 from collector.store import ProcessKey
@@ -130,7 +137,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     kept, freed = optimizer_bytes(tables, key, times), _free(tables, key, times)
     free = freed + kept
     use = _use_of(tables, life.locus(key), rows, free, key)
-    negligible = negligible_bytes(_resident(rows))
+    negligible = negligible_bytes(anonymous_bytes(rows))
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
     filling = filling_of(use, trend, negligible) if is_iterating else None
     # Too few stairs for the rule, unless they come at an occasion that is known.
@@ -230,7 +237,7 @@ def _main_witnesses(
     if share_of(times, floats(rows, "data_bytes") - free, trend) < CONFIRMED:
         return None  # it only fills memory that it had allocated before
     forks = _forks(tables, key, times)
-    private = cumulative_rise(_written(rows) - free, forks)
+    private = cumulative_rise(private_bytes(rows) - free, forks)
     written_ratio = share_of(times, private, trend)
     has_no_forks = np.ptp(forks[times >= trend.since_seconds]) == 0
     if has_no_forks and written_ratio < CONFIRMED:
@@ -240,7 +247,12 @@ def _main_witnesses(
         "inherited_by_workers_rise_bytes": _inherited(tables, key),
         "host_demand_rise_bytes": _demand_while(use),
     }
-    return witnesses_of(trend, series) or (() if math.isnan(written_ratio) else None)
+    witnesses = witnesses_of(trend, series)
+    # A host that grows far more does so by other processes: that counts only where nothing else was read.
+    of_process = tuple(
+        w for w in witnesses if w.name != "host_demand_rise_bytes" or float(w.value) <= trend.rise / CONFIRMED
+    )
+    return of_process or witnesses or (() if math.isnan(written_ratio) else None)
 
 
 def _demand_while(use: Use) -> _Readings:
@@ -309,8 +321,9 @@ def _note_worker(
     number = locus.worker
     if locus.loader is None or number is None:
         return
+    rows = since_ready(tables, key, rows)
     # Private memory is read seldom, so readings after the training count too.
-    private = seconds(rows), _written(rows) - _free(tables, key, seconds(rows))
+    private = seconds(rows), private_bytes(rows) - _free(tables, key, seconds(rows))
     rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
     ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
@@ -463,22 +476,7 @@ def _use_of(
 ) -> Use:
     """Return the memory of a process without a part that is free at each of its samples."""
     series = "in_use" if free.any() else "resident"
-    return Use.of(tables, series, locus, seconds(rows), _resident(rows) - free, key=key)
-
-
-def _resident(rows: pd.DataFrame) -> Floats:
-    """Return anonymous memory (proc(5), RssAnon) plus what is swapped out, since swapping would hide a leak.
-
-    The kernel takes mapped files back, and shared memory has its own rules.
-    """
-    files, shared = (np.nan_to_num(floats(rows, name)) for name in ("file_bytes", "shm_bytes"))
-    between_ticks = floats(rows, "anon_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
-    return np.where(np.isfinite(between_ticks), between_ticks, resident_bytes(rows) - files - shared)
-
-
-def _written(rows: pd.DataFrame) -> Floats:
-    """Return private dirty memory plus what is swapped out, since swapping would hide a leak."""
-    return floats(rows, "private_dirty_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    return Use.of(tables, series, locus, seconds(rows), anonymous_bytes(rows) - free, key=key)
 
 
 def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:

@@ -88,6 +88,21 @@ def resident_bytes(samples: pd.DataFrame) -> Floats:
     return floats(samples, "rss_bytes") + np.nan_to_num(floats(samples, "swap_bytes"))
 
 
+def anonymous_bytes(rows: pd.DataFrame) -> Floats:
+    """Return anonymous memory (proc(5), RssAnon) plus what is swapped out, since swapping would hide a leak.
+
+    The kernel takes mapped files back, and shared memory has its own rules.
+    """
+    files, shared = (np.nan_to_num(floats(rows, name)) for name in ("file_bytes", "shm_bytes"))
+    between_ticks = floats(rows, "anon_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    return np.where(np.isfinite(between_ticks), between_ticks, resident_bytes(rows) - files - shared)
+
+
+def private_bytes(rows: pd.DataFrame) -> Floats:
+    """Return private dirty memory plus what is swapped out, since swapping would hide a leak."""
+    return floats(rows, "private_dirty_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+
+
 def held_bytes(samples: pd.DataFrame) -> Floats:
     """Estimate the memory of one process at each of its samples: the last PSS plus the change of RSS since then.
 

@@ -154,6 +154,12 @@ def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     return while_training(tables, rows, key) if iterates(tables, key) else before_teardown(rows)
 
 
+def since_ready(tables: RunTables, key: ProcessKey, samples: pd.DataFrame) -> pd.DataFrame:
+    """Return the samples of a worker since it waits for work: a spawned one imports modules and data before."""
+    ready = {event["kind"]: event["time_ns"] for event in tables.events_of("worker-start", "worker-ready", by=key)}
+    return between(samples, ready.get("worker-ready", math.inf), math.inf) if ready else samples
+
+
 @once
 def after_training_ns(tables: RunTables) -> tuple[float, float] | None:
     """Return the time of the run's last batch or step, and that of its last sample, if training is over then.

@@ -66,9 +66,9 @@ class Growth:
     Attributes:
         slope: units per second on the lower envelope.
         low, high: 90 % interval of the slope, widened to contain the slope of each half.
-        rise: rise of the envelope after the warm-up.
+        rise: rise of the envelope since then.
         since_seconds: time at which the growth began.
-        n: points after the warm-up.
+        n: points since then.
     """
 
     slope: float
@@ -93,13 +93,55 @@ def growth(
     """
     by_time = _growth_on(times_seconds, values, negligible, PARTS_COUNT)
     if steps is None:
-        return by_time
+        return by_time and _from_its_begin(by_time, times_seconds, values, times_seconds)
     if by_time is not None:
         since = times_seconds >= by_time.since_seconds
-        if not _is_at_rest(steps[since], values[since], negligible):
-            return by_time
-    by_step = _growth_on(steps, values, negligible, PARTS_COUNT_OF_STEPS)
-    return None if by_step is None else by_time or _in_seconds(by_step, steps, times_seconds)
+        if _is_at_rest(steps[since], values[since], negligible):
+            by_time = None
+    by_step = None if by_time else _growth_on(steps, values, negligible, PARTS_COUNT_OF_STEPS)
+    trend = by_time or (by_step and _in_seconds(by_step, steps, times_seconds))
+    return trend and _from_its_begin(trend, times_seconds, values, times_seconds, steps)
+
+
+def _from_its_begin(trend: Growth, times: Floats, values: Floats, *clocks: Floats) -> Growth:
+    """Return a growth with its rise since it began: its warm-up, and the first tenth of its rise, lie on its line.
+
+    The line may be straight on one of the clocks alone.
+    """
+    finite = np.isfinite(values)
+    times, levels = thin(times[finite], values[finite])
+    later = int(np.searchsorted(times, trend.since_seconds))
+    begin = min(
+        _line_begin(clock, levels, later)
+        for clock in (thin(one[finite], values[finite])[0] for one in clocks)
+        if np.isfinite(clock).all()
+    )
+    blocks = min(BLOCK_COUNTS[0], (len(times) - begin) // 2)
+    if blocks < _MIN_BLOCKS:
+        return trend
+    at, envelope = lower_envelope(times[begin:], levels[begin:], blocks)
+    # The envelope reaches from the middle of the first block to that of the last.
+    rise = float((envelope[-1] - envelope[0]) * (times[-1] - times[begin]) / (at[-1] - at[0]))
+    return dataclasses.replace(trend, since_seconds=float(times[begin]), rise=rise, n=len(times) - begin)
+
+
+def _line_begin(clock: Floats, values: Floats, later: int) -> int:
+    """Return the index from which the level that is never given back lies on the line that it follows later."""
+    level, blocks = _level(values), min(BLOCK_COUNTS[0], (len(clock) - later) // 2)
+    if blocks < _MIN_BLOCKS or clock[-1] <= clock[later]:
+        return later
+    slope = theil_sen(*lower_envelope(clock[later:], level[later:], blocks))
+    if slope <= 0:
+        return later
+    errors = level - slope * clock
+    errors -= np.median(errors[later:])
+    noise = max(_noise(level, values), _REST_TO_NOISE * spread(errors[later:]))
+    off = np.flatnonzero(np.abs(errors[:later]) > noise)
+    if not len(off):
+        return 0
+    # A level that rested before is left where the line meets it.
+    meets = clock[off[-1]] + errors[off[-1]] / slope
+    return min(max(int(np.searchsorted(clock, meets)), int(off[-1]) + 1), later)
 
 
 def _is_at_rest(steps: Floats, values: Floats, negligible: float) -> bool:
@@ -332,10 +374,14 @@ def rest_ratio(times: Floats, values: Floats) -> tuple[float, float]:
     peak. So the rest is the time in which neither rose by more than the noise, given as a share of the whole rise.
     """
     level, highest = _level(values), np.maximum.accumulate(values) - values.min()
-    noise = max(level[-1] / (2 * PARTS_COUNT), _REST_TO_NOISE * spread(np.diff(values)) / math.sqrt(2))
+    noise = _noise(level, values)
     ends = (np.argmax(series >= series[-1] - noise) for series in (level, highest))
     ratio = float((times[-1] - times[max(ends)]) / (times[-1] - times[0]))
     return ratio, float(noise / level[-1]) if level[-1] > 0 else 0.0
+
+
+def _noise(level: Floats, values: Floats) -> float:
+    return float(max(level[-1] / (2 * PARTS_COUNT), _REST_TO_NOISE * spread(np.diff(values)) / math.sqrt(2)))
 
 
 def _stairs(level: Floats, least_height: float) -> list[int]:

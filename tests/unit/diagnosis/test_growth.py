@@ -84,11 +84,19 @@ def test_a_leak_in_slow_noise_is_mostly_found():
 
 
 @pytest.mark.parametrize("noise", [0, 0.5])
-def test_the_onset_of_a_leak_is_named(noise):
-    values = 20 * np.maximum(0, SHARE - 0.5) + noise * np.random.default_rng(0).normal(size=POINTS)
+@pytest.mark.parametrize("onset", [0.0, 0.2, 0.5])
+def test_the_onset_of_a_leak_is_named(onset, noise):
+    values = 40 * np.maximum(0, SHARE - onset) + noise * np.random.default_rng(0).normal(size=POINTS)
+    values[:5] -= 5.0  # the warm-up
     grown = growth(np.arange(POINTS, dtype=float), values, negligible=0.5)
-    assert grown is not None
-    assert 250 <= grown.since_seconds <= 360
+    assert grown.since_seconds == pytest.approx(onset * POINTS, abs=30)
+    assert grown.rise == pytest.approx(40 * (1 - onset), rel=0.1)
+
+
+def test_the_onset_of_a_leak_per_step_is_named_although_the_pace_changes():
+    steps = np.cumsum(np.where(np.arange(POINTS) < 200, 1.0, 4.0))
+    grown = growth(np.arange(POINTS, dtype=float), 0.05 * steps, negligible=0.5, steps=steps)
+    assert grown.since_seconds <= 30
 
 
 def test_leak_per_step_is_found_despite_a_changing_pace():

@@ -268,7 +268,7 @@ def test_growth_that_ends_with_each_epoch_is_information(epochs, severity):
     for epoch in range(epochs):
         worker, at = ("node", 1000 + epoch, 7000 + epoch), SECONDS[epoch * length :][:length]
         script.event(at[0] - 0.5, "epoch-start", loader=0, epoch=epoch, worker_pids=[worker[1]])
-        script.event(at[0] - 0.4, "worker-start", worker, loader=0, epoch=epoch, worker=0)
+        script.event(at[0] - 0.4, "worker-ready", worker, loader=0, epoch=epoch, worker=0)
         held = {"private": 10 * MIB + cache, "rss": 320 * MIB + cache}
         sample_process(script, at, worker, ROLE_WORKER, worker=0, loader=0, **held)
     script.add("step", [{"time_ns": round(s * 1e9), "step": i} for i, s in enumerate(SECONDS)])
@@ -295,6 +295,13 @@ def test_the_hosts_demand_confirms_growth_where_private_memory_was_not_read():
     after = np.arange(12) + SECONDS[-1] + 1
     sample_host(script, after, demand=np.full(12, 3700 * MIB), total=10**14)
     assert kinds(script) == ["main-heap-leak"]
+
+
+def test_growth_of_other_programs_is_no_evidence_of_a_leak_that_private_memory_confirms():
+    for host, shown in ((300 * RAMP, True), (900 * RAMP, False)):
+        [leak] = findings_of(memory(training(), main=300 * RAMP, host=host, total=10**14))
+        assert (leak.value_of("host_demand_rise_bytes") is not None) == shown
+        assert leak.value_of("private_dirty_rise_bytes")
 
 
 @pytest.mark.parametrize("name", ["main", "workers"])

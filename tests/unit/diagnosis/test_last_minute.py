@@ -3,9 +3,10 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
-from simulated_runs import MAIN, MIB, START_SECONDS, Script, jittered, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, jittered, sample_process, simulate, start_training
 
 from collector.diagnosis.deaths.last_minute import last_minute, last_states
 from collector.diagnosis.verdict import diagnose
@@ -58,6 +59,20 @@ def test_report_of_a_death_has_memory_and_state_of_each_process():
     told = stream.getvalue().partition("last 60 s")[2]
     assert "worker 0, rank 0, pid 1000" in told
     assert "219 MiB" in told
+
+
+def test_the_peak_of_a_run_that_died_is_at_least_what_a_process_last_held():
+    """PSS is read seldom: after its last reading the training grew until its end."""
+    script = start_training()
+    seconds = START_SECONDS + np.arange(10.0)
+    rss, pss = (400 + 100 * np.arange(10)) * MIB, np.full(10, np.nan)
+    pss[:5] = rss[:5] - 150 * MIB
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=pss, rss=rss)
+    script.now_seconds = seconds[-1] + 1
+    script.event(script.now_seconds, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=-9)
+    summary = diagnose(script.tables()).summary
+    assert summary["last_minute"][0]["held_bytes"] == 1150 * MIB
+    assert summary["peak"]["run_pss_bytes"] == 1150 * MIB
 
 
 def test_short_training_is_named_as_one_although_it_was_sampled_before_it_trained():

@@ -216,3 +216,14 @@ def test_oom_killed_child_of_a_training_that_goes_on_is_a_warning(kills, kinds):
     if kills:
         [kill] = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-kill"]
         assert kill.locus.pid == 700
+
+
+@pytest.mark.parametrize(("after_exit", "kinds"), [(True, ["crashed"]), (False, ["worker-killed"])])
+def test_a_worker_that_the_exiting_training_terminates_is_no_victim(after_exit, kinds):
+    """The training failed by another error; torch's handler of SIGTERM then ends its workers with status 0."""
+    script = exception(training(), "ConnectionResetError", "[Errno 104] Connection reset by peer")
+    exit_at = script.now_seconds - 0.3
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": 0, "last_index": 7}
+    script.event(exit_at + (0.2 if after_exit else -0.3), "worker-died", loader=0, epoch=0, **died)
+    script = end_run(end_training(end_workers(script, 0)), 1)
+    assert [kind for kind, *_ in deaths(script)] == kinds

@@ -12,10 +12,10 @@ from training_harness.records import ROLE_MAIN, ROLE_WORKER
 WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
 
 
-def simulated(growth, *, seconds=20, workers=None, fds=None, living=False, is_early=True):
+def simulated(growth, *, seconds=20, workers=None, fds=None, living=False, is_early=True, **loading):
     """Return a run; `growth`, `workers` and `fds` are functions of the time in s."""
     batches = {"workers": 2, "prefetch": 2, "batches": round(4 * seconds)}
-    script = simulate(service=jittered(0.2), consumer=jittered(0.25), **batches)
+    script = simulate(service=jittered(0.2), consumer=jittered(0.25), **batches, **loading)
     script.living = frozenset({MAIN}) if living else frozenset()
     script.now_seconds = START_SECONDS + 1 + seconds
     ticks, between = np.arange(0.0, seconds), np.arange(0, seconds, 0.2)
@@ -99,6 +99,12 @@ def test_growth_of_two_workers_is_one_finding():
 
     assert (found.kind, found.severity, found.locus.loader) == ("cannot-tell", "info", 0)
     assert found.summary.startswith("Workers 0 and 1 of loader 0 each grow by")
+
+
+@pytest.mark.parametrize("startup", [19.0, 30.0])
+def test_what_a_spawned_worker_imports_before_it_is_ready_is_no_growth(startup):
+    imports = {"workers": straight(6.0), "start_method": "spawn", "startup": startup}
+    assert short_run(np.zeros_like, **imports) == []
 
 
 @pytest.mark.parametrize(
