@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import pandas as pd
@@ -22,7 +22,7 @@ from hypothesis import settings
 from rich.console import Console, RenderableType
 
 from collector import cli
-from collector.agent import launch
+from collector.agent import launch, trial
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
 from tests.warm_python import WarmChild, WarmPython
@@ -47,13 +47,15 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 #: Files that take longest, those that wait between those that compute. If one of them began last, the other cores
 #: would be idle at the end.
 LONGEST_FIRST = (
-    *("test_foreign_code", "test_jobs", "test_tune", "test_shared_store", "test_auto_workers", "test_golden"),
+    *("test_foreign_code", "test_jobs", "test_live_dashboard", "test_verdicts", "test_shared_store"),
+    *("test_auto_workers", "test_golden", "test_tune"),
     *("test_pytest_plugin", "test_get_started", "test_hangs", "test_fail_open", "test_oom_checkpoints"),
     *("test_states", "test_missing_rank", "test_ended_runs", "test_kills", "test_loaders", "test_lines"),
     *("test_matrix", "test_views"),
     *("test_command_line", "test_rollups", "test_agent", "test_snapshot_requests", "test_two_nodes", "test_attach"),
     *("test_store_kill", "test_pipeline_stages", "test_store_reader", "test_store_ingest", "test_devices"),
-    *("test_cuda_errors", "test_integrations", "test_parallel", "test_watch", "test_gpu_runs", "test_stalls"),
+    *("test_cuda_errors", "test_integrations", "test_python_api", "test_demo", "test_export", "test_parallel"),
+    *("test_watch", "test_gpu_runs", "test_stalls"),
 )
 
 
@@ -114,23 +116,34 @@ def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.Complete
     return subprocess.CompletedProcess(argv, ended.value.code or 0, output.getvalue(), errors.getvalue())
 
 
-def begin(argv: list[str], *, env: Mapping[str, str], **options: bool) -> WarmChild | subprocess.Popen[bytes]:
-    """Begin a command in a warm Python, if it is a script."""
-    if argv[0] == PYTHON and argv[1].endswith(".py"):
-        return WARM_PYTHON.begin(*argv[1:], env=env)
-    return subprocess.Popen(argv, env=env, **options)
+def is_program(words: Sequence[str]) -> bool:
+    """Return whether these words after `python` are a script or a module, without other options."""
+    return words[0].endswith(".py") or words[0] == "-m" or words[:2] == ["-P", "-m"]
+
+
+def begin(argv: list[str], **options: Any) -> WarmChild | subprocess.Popen[bytes]:
+    """Begin a command in a warm Python, if it is a script or a module."""
+    if argv[0] != PYTHON or not is_program(argv[1:]):
+        return subprocess.Popen(argv, **options)
+    outputs = [options[name].fileno() if name in options else at for at, name in ((1, "stdout"), (2, "stderr"))]
+    return WARM_PYTHON.begin(
+        *argv[1:], env=options["env"], outputs=outputs, process_group=options.get("process_group")
+    )
 
 
 @pytest.fixture
 def under_tidegauge(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command line that starts a command, with the collector in this process; its output is that of both.
 
-    A script begins in a warm Python.
+    A script or module begins in a warm Python.
     """
 
     def run(home: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
         capfd.readouterr()
-        with mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=begin)):
+        with (
+            mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=begin)),
+            mock.patch.object(trial, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": begin})),
+        ):
             done = tidegauge(home, *words, **{"OMP_NUM_THREADS": "1", **environ})
         output, errors = capfd.readouterr()
         return subprocess.CompletedProcess(done.args, done.returncode, output + done.stdout, errors + done.stderr)
@@ -165,7 +178,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_attached(home: Path) -> Callable[..., AttachedRun]:
     """Run a Python command under the shim, without a collector, and return its run.
 
-    A script begins in a warm Python, unless a new one is asked for; options of Python need a new one.
+    A script or module begins in a warm Python, unless a new one is asked for; other options of Python need a new
+    one.
     """
 
     def start(
@@ -178,7 +192,7 @@ def run_attached(home: Path) -> Callable[..., AttachedRun]:
         directory = run_dir or layout.create_run(home, name="test", argv=words)
         env = bare_environment() | {layout.RUN_DIR_VARIABLE: str(directory), "PYTHONPATH": str(SHIM)}
         env |= environ or {}
-        if in_new_python or words[0].startswith("-"):
+        if in_new_python or not is_program(words):
             done = subprocess.run(
                 [PYTHON, *words], env=env, capture_output=True, text=True, timeout=120, check=False
             )

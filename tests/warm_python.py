@@ -18,7 +18,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
@@ -42,7 +43,7 @@ class WarmPython:
     def run(
         self, script: Path | str, *arguments: str, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script to its end; return its output and exit status."""
+        """Run a script, or `-m` and a module, to its end; return its output and exit status."""
         words = [str(script), *arguments]
         server = self._connect()
         server.settimeout(timeout)
@@ -59,21 +60,30 @@ class WarmPython:
             errors.seek(0)
             return subprocess.CompletedProcess(words, status, output.read(), errors.read())
 
-    def begin(self, script: str, *arguments: str, env: Mapping[str, str]) -> WarmChild:
-        """Begin a script as a child of this process, with its output."""
+    def begin(
+        self, *words: str, env: Mapping[str, str], outputs: Sequence[int] = (1, 2), process_group: int | None = None
+    ) -> WarmChild:
+        """Begin a script, or `-m` and a module, as a child of this process; by default its output is this one's."""
         server = self._connect()
         server.settimeout(None)
         _inherit_orphans(True)
         try:
-            child = WarmChild(self._ask([script, *arguments], env, 1, 2, is_child=True))
+            child = WarmChild(self._ask([*words], env, *outputs, is_child=True, process_group=process_group))
             server.recv(_MESSAGE_BYTES)  # the process between has ended
         finally:
             _inherit_orphans(False)
         return child
 
-    def _ask(self, words: list[str], env: Mapping[str, str], *streams: int, is_child: bool = False) -> int:
+    def _ask(
+        self,
+        words: list[str],
+        env: Mapping[str, str],
+        *streams: int,
+        is_child: bool = False,
+        process_group: int | None = None,
+    ) -> int:
         """Ask for a script; return its pid."""
-        request = {"words": words, "env": dict(env), "folder": os.getcwd()}
+        request = {"words": words, "env": dict(env), "folder": os.getcwd(), "process_group": process_group}
         server = self._connect()
         socket.send_fds(server, [json.dumps([is_child, request]).encode()], streams)
         return int(server.recv(_MESSAGE_BYTES))
@@ -96,14 +106,23 @@ class WarmChild:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._status: int | None = None
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit status, None before the end."""
         return self._wait(os.WNOHANG)
 
-    def wait(self) -> int | None:
-        """Wait for the end; return the exit status."""
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end; return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout if timeout is not None else None
+        while deadline is not None and self.poll() is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            time.sleep(0.01)
         return self._wait(0)
 
     def send_signal(self, number: int) -> None:
@@ -112,9 +131,9 @@ class WarmChild:
             os.kill(self.pid, number)
 
     def _wait(self, options: int) -> int | None:
-        if self._status is None and (ended := os.waitpid(self.pid, options))[0]:
-            self._status = os.waitstatus_to_exitcode(ended[1])
-        return self._status
+        if self.returncode is None and (ended := os.waitpid(self.pid, options))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
 
 
 def _inherit_orphans(inherits: bool) -> None:
@@ -154,13 +173,18 @@ def serve() -> CodeType:
     return _begin(**request)
 
 
-def _begin(words: list[str], env: dict[str, str], folder: str) -> CodeType:
+def _begin(words: list[str], env: dict[str, str], folder: str, process_group: int | None) -> CodeType:
+    if process_group is not None:
+        os.setpgid(0, process_group)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    sys.orig_argv[:], sys.argv[:] = [sys.executable, *words], words
-    python_path = env.get("PYTHONPATH", "")
-    sys.path[:0] = [str(Path(words[0]).parent), *(python_path.split(os.pathsep) if python_path else ())]
+    sys.orig_argv[:] = [sys.executable, *words]
+    python_path, is_safe = env.get("PYTHONPATH", ""), words[0] == "-P"
+    words = words[is_safe:]
+    script, is_module = words[0], words[0] == "-m"
+    first = [] if is_safe else [folder if is_module else str(Path(script).parent)]
+    sys.path[:0] = [*first, *(python_path.split(os.pathsep) if python_path else ())]
     sys.modules.pop("sitecustomize", None)
     with suppress(ImportError):
         importlib.import_module("sitecustomize")
@@ -170,5 +194,8 @@ def _begin(words: list[str], env: dict[str, str], folder: str) -> CodeType:
             installation.on_import(name)
     main = vars(sys.modules["__main__"])
     del main["serve"]
-    main["__file__"] = words[0]
-    return compile(Path(words[0]).read_bytes(), words[0], "exec")
+    sys.argv[:] = words[is_module:]
+    if is_module:
+        return compile(f"import runpy; runpy._run_module_as_main({words[1]!r})", "<string>", "exec")
+    main["__file__"] = script
+    return compile(Path(script).read_bytes(), script, "exec")

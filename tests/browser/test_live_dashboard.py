@@ -30,17 +30,15 @@ FRESH_SECONDS = 8.0
 WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
 LIVE = "browser"
-#: Other tests on the same cores would delay pages beyond their time to be fresh.
-pytestmark = pytest.mark.alone
 
 
 @contextmanager
 def training(home):
-    """A real job under `tidegauge run`; gives its run once it has made steps."""
+    """A real job under `tidegauge run`, which mostly sleeps; gives its run once it has made steps."""
     tidegauge = Path(sys.executable).with_name("tidegauge")
-    script = [sys.executable, "examples/plain_train.py", "--steps", "1000000"]
+    command = [sys.executable, "-P", "-m", "training_harness.jobs", "fault", "slow-worker", "--fixed"]
     job = subprocess.Popen(
-        [tidegauge, "run", "--name", LIVE, "--", *script],
+        [tidegauge, "run", "--name", LIVE, "--", *command, "--steps", "1000000"],
         cwd=ROOT,
         env={**os.environ, "TIDEGAUGE_HOME": str(home)},
         stdout=subprocess.DEVNULL,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.conftest import TRAIN, bare_environment, run_bare
+from tests.conftest import TRAIN, WARM_PYTHON, bare_environment, run_bare
 from training_harness import layout
 
 
@@ -21,14 +19,14 @@ def bare_losses() -> str:
 
 
 def test_spawned_workers_report_when_the_script_drops_pythonpath(run_attached):
-    options = ("--num-workers=2", "--start-method=spawn", "--drop-pythonpath", "--epochs=1")
+    options = ("--num-workers=1", "--start-method=spawn", "--drop-pythonpath", "--epochs=1")
     run = run_attached(TRAIN, *options, in_new_python=True)
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("fetch")) == 16
 
 
 def test_inline_loading_is_recorded_as_inline(run_attached):
-    run = run_attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1", in_new_python=True)
+    run = run_attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1")
     batch, fetch = run.table("batch"), run.table("fetch")
     assert set(batch.worker) == set(fetch.worker) == {-1}
     assert batch.outstanding_count.isna().all(), "there is no queue to look at"
@@ -47,7 +45,7 @@ def test_a_loader_inside_a_dataset_is_part_of_the_fetch(run_attached):
 
 def test_a_killed_worker_is_named(run_attached):
     options = ("--num-workers=2", "--start-method=fork", "--kill-worker-at=40", "--row-ms=1")
-    run = run_attached(TRAIN, *options, in_new_python=True)
+    run = run_attached(TRAIN, *options)
     assert run.done.returncode == 1
     assert "killed by signal" in run.done.stderr
     (died,) = map(json.loads, run.events("worker-died").body)
@@ -208,7 +206,7 @@ def test_missing_private_names_cost_only_their_columns(run_attached, tmp_path):
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
     directory = layout.create_run(tmp_path, name="kept", argv=[])
-    run = run_attached(script, run_dir=directory, environ={"KEPT": str(directory)}, in_new_python=True)
+    run = run_attached(script, run_dir=directory, environ={"KEPT": str(directory)})
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("batch")) == 16
     (start,) = map(json.loads, run.events("process-start").body)
@@ -256,9 +254,7 @@ def test_hooks_do_not_change_a_compiled_optimizer_step(run_attached, tmp_path):
         "print(parameter.tolist(), dict(counters['graph_break']), counters['frames']['total'])\n"
     )
     run = run_attached(script, in_new_python=True)
-    done = subprocess.run(
-        [sys.executable, script], env=bare_environment(), capture_output=True, text=True, check=True
-    )
+    done = run_bare(script)
     assert run.done.returncode == 0, run.done.stderr
     attached_result, attached_frames = run.done.stdout.rsplit(maxsplit=1)
     bare_result, bare_frames = done.stdout.rsplit(maxsplit=1)
@@ -286,7 +282,7 @@ def test_compilations_are_recorded_with_the_condition_that_failed(run_attached, 
         "thread = threading.Thread(target=double, args=[torch.ones(2)]); thread.start(); thread.join()\n"
     )
     directory = layout.create_run(tmp_path, name="kept", argv=[])
-    run = run_attached(script, run_dir=directory, environ={"KEPT": str(directory)}, in_new_python=True)
+    run = run_attached(script, run_dir=directory, environ={"KEPT": str(directory)})
     assert run.done.returncode == 0, run.done.stderr
     _, first, *again, gave_up, other = (json.loads(body) for body in run.events("compilation").body)
     assert (first["function"], first["reason"]) == (f"{script}:3, in loss", None)
@@ -347,14 +343,8 @@ def test_attach_and_detach_work_from_code(home, tmp_path):
         "assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is method\n"
         "epoch()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", script],
-        env=bare_environment() | {"TIDEGAUGE_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    done = WARM_PYTHON.run(script, env=bare_environment() | {"TIDEGAUGE_HOME": str(home)}, timeout=60)
+    assert done.returncode == 0, done.stderr
     from collector.store.catalogue import find_run
     from collector.store.lake.reader import read
 
@@ -381,7 +371,7 @@ def test_second_run_in_a_process_counts_waits_for_persistent_workers_of_the_firs
         "    training_harness.detach()\n"
     )
     environment = bare_environment() | {"TIDEGAUGE_HOME": str(home)}
-    subprocess.run([sys.executable, "-P", script], env=environment, check=True, timeout=60)
+    assert WARM_PYTHON.run(script, env=environment, timeout=60).returncode == 0
     from collector.store.catalogue import list_runs
     from collector.store.lake.reader import read
 

@@ -108,11 +108,11 @@ def test_time_outside_the_step_is_measured(run_and_report):
 def test_hooks_survive_a_launch_line_that_drops_pythonpath(home, run_and_report, tmp_path):
     launches = ("env PYTHONPATH=. {0}", "{0} -E", "{0} -I", "env -u PYTHONPATH {0}")
     script = tmp_path / "launch.sh"
-    script.write_text("".join(f"{line.format(sys.executable)} {SCRIPT} own_batches 20\n" for line in launches))
+    script.write_text("".join(f"{line.format(sys.executable)} {SCRIPT} only_batches 20\n" for line in launches))
     run_and_report("sh", "-e", script)
     with read(find_run(home, "latest")) as snapshot:
-        steps = snapshot.query("SELECT count(*) AS n FROM step GROUP BY pid")
-    assert steps.n.tolist() == [20] * len(launches)
+        batches = snapshot.query("SELECT count(*) AS n FROM batch GROUP BY pid")
+    assert batches.n.tolist() == [20] * len(launches)
 
 
 def test_report_explains_why_nothing_could_attach(run_and_report, tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def test_sweep_claims_only_measured_settings():
 
 
 def test_killed_worker_ends_the_training_with_torchs_error():
-    done = run("-P", "-m", "training_harness.jobs", "fault", "worker-killed", "--at-batch", 5)
+    done = run_bare("-P", "-m", "training_harness.jobs", "fault", "worker-killed", "--at-batch", 5)
     assert done.returncode == 1
     # The last error depends on torch's timing: its signal handler, its check of workers, or a broken connection.
     assert re.search(r"is killed by signal: Killed|exited unexpectedly|Connection\w+Error|EOFError", done.stderr)

@@ -6,8 +6,6 @@ import json
 import sys
 
 import pytest
-from anyio.from_thread import start_blocking_portal
-from mcp import Client, StdioServerParameters
 
 from tests.recorded_runs import unpack
 
@@ -22,6 +20,10 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ask(home):
     """Calls a tool of one server; returns its text and whether it is an error."""
+    # Imported here: other processes of the suite, which collect this file too, need not wait for it.
+    from anyio.from_thread import start_blocking_portal
+    from mcp import Client, StdioServerParameters
+
     server = StdioServerParameters(
         command=sys.executable, args=["-P", "-m", "collector", "mcp", "--home", str(home)]
     )

@@ -22,28 +22,25 @@ def memory_group():
 
 
 @pytest.fixture
-def run_near_limit(tmp_path, memory_group):
-    """Runs a case of near_limit.py in the cgroup; returns the process, its checkpoints and the runs in order."""
+def run_near_limit(tmp_path, memory_group, under_tidegauge):
+    """Runs a case of near_limit.py in the cgroup; returns the process, its checkpoints and the runs in order.
 
-    def run(case, steps, *options):
-        checkpoint = tmp_path / "checkpoint.txt"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "collector",
-            "run",
-            "--home",
-            str(tmp_path / "home"),
-            *SAMPLED,
-            *options,
-        ]
-        script = [sys.executable, str(SCRIPT), case, str(steps), str(checkpoint), str(memory_group)]
-        done = subprocess.run([*command, "--", *script], capture_output=True, text=True, timeout=200, check=False)
+    A command that restarts replaces its own process.
+    """
+
+    def run(case, steps, *options, restarts=False):
+        home, checkpoint = tmp_path / "home", tmp_path / "checkpoint.txt"
+        script = (sys.executable, SCRIPT, case, steps, checkpoint, memory_group)
+        words = ("run", "--home", home, *SAMPLED, *options, "--", *script)
+        if restarts:
+            command = [sys.executable, "-P", "-m", "collector", *map(str, words)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        else:
+            done = under_tidegauge(home, *words)
         saved = (
             [int(line.split()[0]) for line in checkpoint.read_text().splitlines()] if checkpoint.exists() else []
         )
-        return done, saved, list_runs(tmp_path / "home")[::-1]
+        return done, saved, list_runs(home)[::-1]
 
     return run
 
@@ -55,7 +52,8 @@ def events_of(run, kind):
 
 
 def test_signal_comes_before_the_kill_and_the_command_runs_again(run_near_limit):
-    done, saved, runs = run_near_limit("quick-signal", 5000, "--before-oom", "USR1", "--restart-on-oom", "1")
+    options = ("--before-oom", "USR1", "--restart-on-oom", "1")
+    done, saved, runs = run_near_limit("quick-signal", 5000, *options, restarts=True)
     assert done.returncode == 137, done.stderr
     assert "killed for lack of memory; restart 1 of 1" in done.stderr
     assert [run.manifest["tags"]["attempt"] for run in runs] == ["0", "1"]

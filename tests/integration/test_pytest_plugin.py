@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -147,8 +146,8 @@ def test_unmarked_tests_load_nothing_of_tidegauge(pytest_on, tmp_path):
     ],
 )
 def test_what_cannot_be_observed_alone_is_not_judged(pytest_on, tmp_path, variable, value, reason):
-    two_tests = MARKED.split("@pytest.mark.tidegauge(max_gpu")[0]
-    done = pytest_on(re.sub(r"train\((.*)\)", r"train(\1, steps=50)", two_tests), **{variable: value})
+    (tmp_path / "loop.py").write_text("def train(kept_bytes): pass\n")
+    done = pytest_on(MARKED.split("@pytest.mark.tidegauge(max_gpu")[0], **{variable: value})
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout
     assert f"test_is_healthy: {reason}" in done.stdout
     assert not (tmp_path / "home").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 import time
@@ -47,10 +48,20 @@ class Training:
     """Four hours of two ranks with two workers each; the second worker is slow, one batch is awaited for long."""
 
     def __init__(self, run, every_ns=EVERY_NS):
-        self.run = run
         self._every_ns = every_ns
         self.begin_ns = max(time.monotonic_ns() - STEPS * every_ns, every_ns)  # where the clock began
         self._random = random.Random(7)
+        self._write_to(run)
+
+    def copied_to(self, directory):
+        """Return the training with a copy of its run, to which it goes on writing."""
+        copied = copy.copy(self)
+        copied._random = copy.copy(self._random)
+        copied._write_to(Run(shutil.copytree(self.run.path, directory)))
+        return copied
+
+    def _write_to(self, run):
+        self.run = run
         self._writers = {
             (stream, rank): JournalWriter(run.journal_dir, STREAMS[stream], Identity("node", 100 + rank, 1, rank))
             for stream in ("step", "batch", "fetch", "process", "device_memory", "device")
@@ -103,11 +114,17 @@ def small_limits():
         yield
 
 
-@pytest.fixture
-def training(tmp_path):
-    training = Training(make_run(tmp_path))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The training before any of it is in the lake."""
+    training = Training(make_run(tmp_path_factory.mktemp("trained")))
     training.train(range(STEPS))
     return training
+
+
+@pytest.fixture
+def training(trained, tmp_path):
+    return trained.copied_to(tmp_path / "runs" / "copy")
 
 
 class RolledUp(NamedTuple):
@@ -118,10 +135,9 @@ class RolledUp(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def rolled_up(tmp_path_factory, small_limits):
+def rolled_up(trained, tmp_path_factory, small_limits):
     """One run for the tests that only read."""
-    training = Training(make_run(tmp_path_factory.mktemp("rolled-up")))
-    training.train(range(STEPS))
+    training = trained.copied_to(tmp_path_factory.mktemp("rolled-up") / "runs" / "copy")
     with Ingester(training.run) as ingester:
         ingester.step()
         raw = {rank: read_figures(training.run, rank) for rank in (None, 1)}

@@ -38,9 +38,23 @@ from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
 from collector.store.prune import delete_runs
 from collector.store.runs.run import Run
-from tests.conftest import TRAIN, tidegauge, wait_for
+from tests.conftest import tidegauge, wait_for
 from training_harness import layout
 from training_harness.journal import EventLog
+
+#: A training that has recorded 32 steps.
+STEPS = """
+import os, time
+from pathlib import Path
+from training_harness.journal import Identity, JournalWriter
+from training_harness.records import MISSING, STREAMS
+
+folder, stream = Path(os.environ["TIDEGAUGE_RUN_DIR"], "journal"), STREAMS["step"]
+writer = JournalWriter(folder, stream, Identity.of_this_process())
+rest = [MISSING[column.code] for column in stream.columns[2:]]
+for step in range(32):
+    writer.append(time.monotonic_ns(), step, *rest)
+"""
 
 pytestmark = pytest.mark.skipif(postgres_programs() is None, reason="PostgreSQL is not installed")
 
@@ -89,7 +103,7 @@ def test_two_nodes_are_one_run_elsewhere_and_secrets_stay_hidden(variables, tmp_
     homes = {name: tmp_path / name for name in ("node-a", "node-b")}
     said = ""
     with ThreadPoolExecutor() as pool:
-        train = ("run", "--run-id", "exp-1", "--", sys.executable, TRAIN)
+        train = ("run", "--run-id", "exp-1", "--", sys.executable, "-c", STEPS)
         ended = [pool.submit(node, name, home, variables, *train) for name, home in homes.items()]
     for done, home in zip((each.result() for each in ended), homes.values(), strict=True):
         assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from tests.conftest import TRAIN, bare_environment, tidegauge, wait_for
+from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.layout import TRIAL_LOADER_VARIABLE
 
 TUNE = [sys.executable, "-P", "-m", "collector", "tune"]
@@ -57,8 +57,8 @@ def test_killed_tune_ends_its_trial(tmp_path):
     assert not psutil.wait_procs(family, timeout=30)[1]
 
 
-def test_failing_training_is_reported_with_its_error(tmp_path):
-    done = tidegauge(tmp_path, "tune", "--", *training("--crash-at-step", 3))
+def test_failing_training_is_reported_with_its_error(tmp_path, under_tidegauge):
+    done = under_tidegauge(tmp_path, "tune", "--", *training("--crash-at-step", 3))
     assert done.returncode == 1
     assert "the training failed" in done.stdout
     assert "RuntimeError: the loss is not a number" in done.stdout
@@ -83,20 +83,15 @@ def train_killed_with(workers, tmp_path):
     return [sys.executable, str(script), *map(str, options)]
 
 
-def run_tune(tmp_path, script):
-    options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "2"]
-    return subprocess.run(
-        [*TUNE, *options, "--", *script],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=bare_environment(),
-    )
+@pytest.fixture
+def tune_briefly(tmp_path, under_tidegauge):
+    """Tunes a command in two short trials."""
+    options = ("--trial-seconds", 2, "--trials", 2)
+    return lambda command: under_tidegauge(tmp_path, "tune", *options, "--", *command)
 
 
-def test_a_killed_trial_does_not_fit_and_is_named(tmp_path):
-    done = run_tune(tmp_path, train_killed_with(2, tmp_path))
+def test_a_killed_trial_does_not_fit_and_is_named(tmp_path, tune_briefly):
+    done = tune_briefly(train_killed_with(2, tmp_path))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "does not fit" in line]
     assert lines
@@ -107,18 +102,18 @@ def test_a_killed_trial_does_not_fit_and_is_named(tmp_path):
         )
 
 
-def test_a_setting_of_the_script_that_does_not_fit_fails_and_fewer_workers_are_tried(tmp_path):
-    done = run_tune(tmp_path, train_killed_with(1, tmp_path))
+def test_a_setting_of_the_script_that_does_not_fit_fails_and_fewer_workers_are_tried(tmp_path, tune_briefly):
+    done = tune_briefly(train_killed_with(1, tmp_path))
     assert done.returncode == 1
     assert "as it is (num_workers=1, prefetch_factor=2): does not fit: the training was killed" in done.stdout
     assert "Fastest, within 5%: DataLoader(…, num_workers=0)." in done.stdout
     assert "off" not in done.stdout.splitlines()[1]  # nothing was predicted
 
 
-def test_tune_prints_json_for_programs(tmp_path):
+def test_tune_prints_json_for_programs(tmp_path, under_tidegauge):
     options = ("--trial-seconds", 8, "--trials", 1, "--format", "json")
     script = training("--num-workers", 1, "--rows", 100_000, "--row-ms", 15)
-    done = tidegauge(tmp_path, "tune", *options, "--", *script)
+    done = under_tidegauge(tmp_path, "tune", *options, "--", *script)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["schema"] == 1
@@ -162,10 +157,10 @@ def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(run_attache
     assert "its batch_sampler, Own, makes the batches" in run.events("hook-disabled")["body"].iloc[0]
 
 
-def test_tune_tries_batch_sizes(tmp_path):
+def test_tune_tries_batch_sizes(tmp_path, under_tidegauge):
     script = training("--rows", 100_000, "--row-ms", 0)
     options = ("--batch-size", "--trial-seconds", 2, "--trials", 1, "--effective-batch", 64)
-    done = tidegauge(tmp_path, "tune", *options, "--", *script)
+    done = under_tidegauge(tmp_path, "tune", *options, "--", *script)
     assert done.returncode == 0, done.stderr
     table, printed = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
     assert max(map(len, done.stdout.splitlines())) <= 80

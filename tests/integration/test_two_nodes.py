@@ -69,15 +69,8 @@ def test_link_cut_during_training_loses_no_record(network, tmp_path, monkeypatch
         first = next(iter(NODES.values()))
         nodes = []
         for rank, (name, _) in enumerate(NODES.items()):
-            launch = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
-            launch += [
-                f"--master-addr={first}",
-                "--master-port=29519",
-                str(SCRIPT),
-                str(tmp_path / name),
-                str(STEPS),
-            ]
-            command = [sys.executable, "-m", "collector", "run", "--run-id", "pair", "--", sys.executable, *launch]
+            training = [sys.executable, str(SCRIPT), str(tmp_path / name), str(STEPS)]
+            command = [sys.executable, "-m", "collector", "run", "--run-id", "pair", "--", *training]
             inside = [
                 "ip",
                 "netns",
@@ -95,6 +88,12 @@ def test_link_cut_during_training_loses_no_record(network, tmp_path, monkeypatch
                 "TIDEGAUGE_HOME": str(tmp_path / f"home-{name}"),
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": first,
+                "MASTER_PORT": "29519",
             }
             nodes.append(
                 subprocess.Popen(

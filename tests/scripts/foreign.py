@@ -94,6 +94,12 @@ def own_batches(steps):
     print(f"{loss.item():.10f}")
 
 
+@case
+def only_batches(count):
+    """A DataLoader alone: an optimizer would import most of torch."""
+    print(sum(float(batch.sum()) for (batch,) in DataLoader(TensorDataset(torch.ones(int(count))))))
+
+
 class Doubled(torch.nn.Module):
     """A class with a `__call__` of its own, behind the model's in the order of the classes."""
 
