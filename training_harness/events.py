@@ -125,9 +125,7 @@ EVENTS: dict[EventKind, Event] = {
         _ARGV,
         Field("python", "str", "version of Python"),
         Field("torch", "str", "version of torch"),
-        Field(
-            "accelerator", "str", "accelerator that torch is built for, with its version; empty for the CPU alone"
-        ),
+        Field("accelerator", "str", "accelerator that torch is built for, with its version; empty for the CPU"),
         Field("local_rank", "int", "LOCAL_RANK of the process"),
         Field("world_size", "int", "WORLD_SIZE of the process"),
         Field("attempt", "int", "restarts by an elastic launcher so far"),
@@ -226,9 +224,7 @@ EVENTS: dict[EventKind, Event] = {
         _LOADER,
         _EPOCH,
         _WORKER_ID,
-        Field(
-            "setup_ns", "int", "time since `worker-start`: `worker_init_fn`, the iterator of an iterable dataset"
-        ),
+        Field("setup_ns", "int", "time since `worker-start`: `worker_init_fn`, iterator of an iterable dataset"),
     ),
     "worker-exit": _event(
         _WORKER,

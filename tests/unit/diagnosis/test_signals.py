@@ -1,0 +1,120 @@
+"""Ends by a signal: what the signal means, and whether it was handled."""
+
+from signal import Signals
+
+import pytest
+from ended_runs import (
+    COLLECTOR,
+    DEATHS,
+    deaths,
+    end_run,
+    end_training,
+    end_workers,
+    exception,
+    training,
+)
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, sample_process
+
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN
+
+
+def test_ctrl_c_is_information():
+    script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
+    assert deaths(script) == [("killed", "main", None, "info")]
+
+
+@pytest.mark.parametrize(
+    ("signal", "told", "advice"),
+    [
+        (Signals.SIGHUP, "a terminal or its connection is closed", "tmux"),
+        (Signals.SIGUSR1, "had no handler", "Save a checkpoint"),
+        (Signals.SIGALRM, "a timer ran out", "signal.alarm"),
+        (Signals.SIGPIPE, "whose reader was gone", "program after a `|`"),
+        (Signals.SIGXCPU, "RLIMIT_CPU", "ulimit -t"),
+        (Signals.SIGXFSZ, "RLIMIT_FSIZE", "ulimit -f"),
+    ],
+)
+def test_signal_that_has_a_meaning_is_explained(signal, told, advice):
+    verdict = diagnose(end_run(training(), -signal).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert signal.name in found.summary
+    assert told in found.summary
+    assert advice in found.advice[0].text
+
+
+@pytest.mark.parametrize(("limit", "is_met"), [(None, False), (100, True), (104, True), (110, False)])
+def test_sigkill_is_explained_by_cpu_time_that_reached_its_limit(limit, is_met):
+    script = training()
+    script.event(START_SECONDS - 1, "process-attached", argv=[], parent_pid=1, cpu_limit_seconds=limit)
+    last = script.now_seconds - 2
+    row = {"private": [MIB], "rss": [MIB], "cpu_ns": [100_000_000_000], "allowed_cores_count": [2]}
+    sample_process(script, [last], MAIN, ROLE_MAIN, **row)
+    verdict = diagnose(end_run(script, -9).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert ("RLIMIT_CPU" in found.summary) == is_met
+    assert ("ulimit -t" in found.advice[0].text) == is_met
+    measured = {item.name: item.value for item in found.evidence}
+    assert measured.get("cpu_limit_seconds") == (limit if is_met else None)
+
+
+def test_sigterm_is_a_warning_and_makes_no_worker_a_victim():
+    assert deaths(end_run(training(), -15)) == [("killed", "main", None, "warning")]
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "severity", "words"),
+    [
+        (143, "warning", "which stands for SIGTERM (128 + 15)"),
+        (130, "info", "which stands for SIGINT (128 + 2)"),
+        (1, "critical", "without an uncaught Python exception"),
+        (137, "critical", "without an uncaught Python exception"),
+    ],
+)
+def test_exit_status_of_a_handled_signal_is_no_kill(exit_status, severity, words):
+    verdict = diagnose(end_run(end_training(end_workers(training())), exit_status).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (found.kind, found.severity) == ("crashed", severity)
+    assert words in found.summary
+    assert verdict.status == "failed"
+    assert (verdict.ending.record.reason, verdict.ending.record.signal) == ("exit without an exception", None)
+
+
+def test_the_command_timeout_is_named_and_no_crash():
+    script = end_run(end_training(end_workers(training())), 124)
+    seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+    assert deaths(script) == [("crashed", "main", None, "critical")]
+    script.event(START_SECONDS, "process-seen", COLLECTOR, **seen)
+    assert deaths(script) == [("killed", "main", None, "warning")]
+    assert "`timeout` ended the command" in diagnose(script.tables()).findings[0].summary
+
+
+def test_the_command_timeout_is_named_before_the_first_step():
+    seen = {"argv": ["/usr/bin/timeout", "9"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+    script = end_run(Script().event(START_SECONDS, "process-seen", COLLECTOR, **seen), 124)
+    assert deaths(script) == [("killed", "other", None, "warning")]
+
+
+@pytest.mark.parametrize(
+    ("signal", "first"),
+    [
+        (11, "PYTHONFAULTHANDLER=1"),
+        (6, "Look at the end of the command's own output"),
+        (7, "Check the room in /dev/shm"),
+        (4, "Install packages that are built for this CPU"),
+    ],
+)
+def test_a_fault_in_native_code_is_a_crash_with_advice_for_its_signal(signal, first):
+    script = end_run(end_workers(training(), reason="parent-gone"), -signal)
+    assert deaths(script) == [("crashed", "main", None, "critical")]
+    found = diagnose(script.tables()).findings[0]
+    assert f"ended by {Signals(signal).name}." in found.summary
+    assert first in found.advice[0].text
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_fault_after_the_end_of_the_script_is_told_so(raised):
+    script = end_workers(training())
+    script = end_run(end_training(exception(script, "KeyError") if raised else script), -11)
+    summaries = [found.summary for found in diagnose(script.tables()).findings if found.kind == "crashed"]
+    assert any("SIGSEGV while its interpreter shut down, after the end" in one for one in summaries) != raised
