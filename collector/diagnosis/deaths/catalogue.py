@@ -324,6 +324,14 @@ COLLECTOR_KILLED = Death(
     severity="warning",
     confidence=0.95,
 )
+#: The same once nothing is left to do about it.
+COLLECTOR_WAS_KILLED = Death(
+    kind="killed",
+    sentence="Tidegauge's collector (pid {pid}) was killed; the training was unharmed. From then until {until}, "
+    "processes and host were not sampled.",
+    severity="info",
+    confidence=0.95,
+)
 COLLECTOR_KILLED_TOO = Death(
     kind="killed",
     sentence="Tidegauge's collector (pid {pid}) was killed too. No record is lost.",

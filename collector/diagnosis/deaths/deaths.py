@@ -309,8 +309,12 @@ def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
     resumed = [
         e for e in life.tables.events_of("collector-start") if e.get("resumed") and e["time_ns"] > event["time_ns"]
     ]
-    died_too = life.mains and life.status() == "killed" and not stops
-    death = catalogue.COLLECTOR_KILLED_TOO if died_too else catalogue.COLLECTOR_KILLED
+    status = life.status()
+    death = catalogue.COLLECTOR_KILLED
+    if life.mains and status == "killed" and not stops:
+        death = catalogue.COLLECTOR_KILLED_TOO
+    elif resumed or status != "running":
+        death = catalogue.COLLECTOR_WAS_KILLED
     return death.finding(
         locus=Locus(host=event.get("host"), role="collector", pid=whole(event.get("pid"))),
         evidence=(
@@ -320,6 +324,7 @@ def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
             else fact("collector_alive", 0, "at the time of reading", unit="bool"),
         ),
         pid=event.get("pid"),
+        until="another one resumed" if resumed else "the end",
     )
 
 

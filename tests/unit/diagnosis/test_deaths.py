@@ -211,7 +211,18 @@ def test_a_resumed_collector_does_not_hide_that_the_first_was_killed():
     second = ("node", 95, 9500)
     script.event(script.now_seconds, "collector-start", second, resumed=True, command_pid=MAIN[1])
     script.living = script.living | {second}
-    assert deaths(script) == [("killed", "collector", None, "warning")]
+    (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert (found.severity, found.advice) == ("info", ())
+    assert "until another one resumed" in found.summary
+
+
+def test_a_collector_killed_in_a_finished_run_is_information_without_advice():
+    script = end_training(end_workers(training()))
+    script.living = frozenset()
+    verdict = diagnose(script.tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (verdict.status, found.severity, found.advice) == ("finished", "info", ())
+    assert "until the end, processes" in found.summary
 
 
 def test_no_death_is_claimed_if_life_is_unknown():
