@@ -47,8 +47,8 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 #: Files that take longest, those that wait between those that compute. If one of them began last, the other cores
 #: would be idle at the end.
 LONGEST_FIRST = (
-    *("test_foreign_code", "test_jobs", "test_live_dashboard", "test_verdicts", "test_shared_store"),
-    *("test_auto_workers", "test_golden", "test_tune"),
+    *("test_foreign_code", "test_jobs", "test_tune", "test_shared_store", "test_auto_workers", "test_golden"),
+    *("test_verdicts", "test_live_dashboard"),
     *("test_pytest_plugin", "test_get_started", "test_hangs", "test_fail_open", "test_oom_checkpoints"),
     *("test_states", "test_missing_rank", "test_ended_runs", "test_kills", "test_loaders", "test_lines"),
     *("test_matrix", "test_views"),
