@@ -45,7 +45,7 @@ def test_a_loader_inside_a_dataset_is_part_of_the_fetch(run_attached):
 
 def test_a_killed_worker_is_named(run_attached):
     options = ("--num-workers=2", "--start-method=fork", "--kill-worker-at=40", "--row-ms=1")
-    run = run_attached(TRAIN, *options)
+    run = run_attached(TRAIN, *options, in_new_python=True)
     assert run.done.returncode == 1
     assert "killed by signal" in run.done.stderr
     (died,) = map(json.loads, run.events("worker-died").body)
