@@ -81,8 +81,6 @@ def main():
     multiprocessing.set_forkserver_preload(["__main__", "torch"])
     torch.manual_seed(0)
     random.seed(0)
-    gc.collect()
-    gc.freeze()  # or each count of descriptors looks through all of torch
     counts = []
     for kind, place in [*itertools.product(KINDS, PLACES), *itertools.product(KINDS, PLACES[:5])]:
         if place[0] == "spawn" and kind == "batched":
