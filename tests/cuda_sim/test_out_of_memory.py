@@ -57,7 +57,7 @@ def test_caught_error_has_the_figures_of_its_message(watched):
 
 def test_retry_in_the_handler_is_advised_against(watched):
     """The first error's traceback holds the tensors of the step that failed."""
-    run = watched("errors.py", "temporaries", "--retry")
+    run = watched("errors.py", "forward", "--retry")
     (found,) = run.findings("cuda-oom")
     assert (found["severity"], evidence(found)["errors_count"]) == ("critical", 2)
     assert found["advice"][0]["text"].startswith("Retry after")
