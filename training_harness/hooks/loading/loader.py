@@ -40,6 +40,8 @@ _NO_QUEUE = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
 NESTED = -1
 #: DataLoader's fields about its queues; an iterator without them costs the columns that are read from there.
 _QUEUE_FIELDS = ("_task_info", "_tasks_outstanding", "_rcvd_idx", "_send_idx")
+#: Exit statuses of workers that say nothing, before DataLoader ends them and after.
+BEFORE_THE_END, AT_THE_END = (0,), (0, -signal.SIGTERM)
 
 
 class IterState:
@@ -154,7 +156,7 @@ class LoaderHook(Hook):
         if state is None or current is None or state.have_workers_ended or self._is_copy(current):
             return
         state.have_workers_ended = True
-        self.note_deaths(iterator, have_ended=True)
+        self.note_deaths(iterator, AT_THE_END)
         self.progress.count_wait(begun_ns, time.monotonic_ns(), threading.get_ident())
         current.events.append("workers-ended", loader=state.info.number, epoch=state.epoch, begun_ns=begun_ns)
 
@@ -257,10 +259,10 @@ class LoaderHook(Hook):
             self.attempt(self._errors.flush, session.active)
         for state in list(states.values()):
             if (iterator := state.iterator()) is not None:
-                self.attempt(self.note_deaths, iterator, have_ended=True)
+                self.attempt(self.note_deaths, iterator, AT_THE_END)
 
-    def note_deaths(self, iterator: Any, *, have_ended: bool = False) -> None:
-        """Record which workers ended too early; once all have ended, status 0 and SIGTERM are DataLoader's.
+    def note_deaths(self, iterator: Any, own: tuple[int, ...]) -> None:
+        """Record which workers ended too early, and with none of the statuses that DataLoader's `own` end gives.
 
         A worker with status 0, as by os._exit, ended too early if it owes a batch. One whose iterable dataset has
         come to its end owes none, whatever DataLoader asked of it before.
@@ -268,10 +270,9 @@ class LoaderHook(Hook):
         state, current = states.get(id(iterator)), session.active
         if state is None or current is None or self._is_copy(current):
             return
-        good = (0, -signal.SIGTERM) if have_ended or state.have_workers_ended else ()
         for worker_id, process in enumerate(getattr(iterator, "_workers", ())):
             exit_code = process.exitcode
-            if exit_code is None or exit_code in good or worker_id in state.dead_workers:
+            if exit_code is None or exit_code in own or worker_id in state.dead_workers:
                 continue
             lost = [index for index, task in iterator._task_info.items() if task == (worker_id,)]
             if exit_code == 0 and (not lost or is_iterable(iterator)):
