@@ -419,33 +419,33 @@ def _subject(of_workers: Collection[int], use: Use, verb: str) -> str:
 
 
 def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Finding:
-    """Return the finding on a loader's workers, with the evidence of the one that grew most.
+    """Return the finding on a loader's workers, with the evidence of the one that grew most of those confirmed.
 
+    Workers run the same code: private memory that confirms the growth of one speaks for the others that grow, too.
     It is information if an epoch bounds the growth: other workers had each place in other epochs and rose as much.
     """
-    confirmed = {number: leak for number, leak in of_loader.leaks.items() if leak.witnesses}
-    candidates = confirmed or of_loader.leaks
     unbounded = [
         leak
-        for number, leak in candidates.items()
+        for number, leak in of_loader.leaks.items()
         if sum(rise >= leak.trend.rise / 2 for rise in of_loader.rises[number]) < _MIN_EPOCHS
     ]
-    leaks = unbounded or [*candidates.values()]
+    leaks = unbounded or [*of_loader.leaks.values()]
     total = _total([leak.rate for leak in leaks])
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
+    shown = max(leaks, key=lambda leak: (bool(leak.witnesses), _rise(leak)))
     most, names, are_several = max(leaks, key=_rise), listed(workers), len(workers) > 1
     finding = leak_finding(
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
-        most,
+        shown,
         subject=f"Workers {names}" if are_several else f"Worker {names}",
         keep="keep" if are_several else "keeps",
         rise=size(sum(map(_rise, leaks))),
         most=f" Worker {most.use.locus.worker} grew most: {size(most.trend.rise)}." if are_several else "",
         slope=size(total.value),
     )
-    if most.use.locus.worker is not None:
-        finding = _with_threads(finding, most.use, of_loader.threads[most.use.locus.worker])
-    until_then = (resources.END_WORKERS,) if most.witnesses and unbounded and _stay(tables, place) else ()
+    if shown.use.locus.worker is not None:
+        finding = _with_threads(finding, shown.use, of_loader.threads[shown.use.locus.worker])
+    until_then = (resources.END_WORKERS,) if shown.witnesses and unbounded and _stay(tables, place) else ()
     return replace(
         finding,
         advice=(*finding.advice, *until_then),

@@ -284,6 +284,15 @@ def test_few_readings_of_private_memory_confirm_growth_of_rss():
     assert kinds(memory(training(), workers=300 * RAMP, workers_private=0 * sparse)) == []  # mapped files
 
 
+def test_worker_that_grows_like_a_confirmed_one_is_part_of_the_leak():
+    script = memory(training(), workers=300 * RAMP, total=10**14)
+    [samples] = [rows for rows in script.parts["process"] if (rows["process_pid"] == WORKERS[0][1]).all()]
+    samples["private_dirty_bytes"] = np.nan
+    [leak] = findings_of(script)
+    assert leak.summary.startswith("Workers 0 and 1 of loader 0 keep taking memory")
+    assert leak.value_of("private_dirty_rise_bytes")
+
+
 UNREAD = np.full(60, np.nan)
 
 
