@@ -13,7 +13,7 @@ from collector.diagnosis.run.device_account import accounts
 from collector.store.lake.reader import read
 from collector.store.queries import gpu_memory, spans
 from collector.store.runs.run import Run
-from collector.units import percent, size
+from collector.units import after_steps, percent, size
 from tests.recorded_runs import add_event, add_process, change_events, edit, recorded, records_of, remove, unpack
 from training_harness import layout
 
@@ -316,7 +316,7 @@ def test_charts_of_a_gpu_mark_only_its_own_findings(monkeypatch, tmp_path):
     assert len(leaks) == 2
     for chart, step in zip(figures(at)[:2], leaks.values(), strict=True):
         labels = str(chart["layout"]["annotations"])
-        assert f"gpu-tensor-leak after {step} steps" in labels
+        assert f"gpu-tensor-leak {after_steps(step)}" in labels
         assert "on GPU" not in labels
 
 

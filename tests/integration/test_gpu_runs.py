@@ -31,7 +31,7 @@ WARNED = {
     "snapshots": set(),
     "investigated": {"gpu-tensor-leak", "gpu-oom-risk"},
     "card-pinned": {"pinned-cache-growth"},
-    "card-forward-error": {"cuda-oom", "gpu-fragmentation"},
+    "card-forward-error": {"cuda-oom"},
     "card-optimizer-error": {"cuda-oom"},
     "card-two-ranks": {"gpu-tensor-leak"},
     "card-convolutions": set(),  # cuDNN's workspaces, for pictures of nine sizes
