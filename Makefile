@@ -85,9 +85,9 @@ postgres:
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql openssl iproute2; } \
 		|| echo "postgresql is missing and can't be installed here: the tests of the shared store will be skipped" >&2
 
-# Four at once on two cores: a third of their time, tests wait for trainings that sleep.
+# Three at once on two cores: a third of their time, tests wait for trainings that sleep.
 unit: setup
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # The random kills of tests/integration/test_kills.py, 50 times (about 8 minutes).
