@@ -12,7 +12,7 @@ import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, NamedTuple, Never
+from typing import Any, ClassVar, NamedTuple, Never
 
 from collector.stacks import Frame
 from collector.units import listed
@@ -38,10 +38,15 @@ class DumpError(Exception):
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Loads plain values alone: a pickle can call nothing that it cannot name.
+    """Unpickler of plain values: it refuses every name, so a file can call nothing.
 
-    The one in Python, since that in C allocates as much memory as the largest number of a memo in the file says.
+    Python's, not C's: that one allocates a memo as large as the file asks for.
     """
+
+    #: Without BYTEARRAY8, which allocates the size that the file names before it reads.
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module: str, name: str) -> Never:
         raise DumpError(f"it holds more than plain values ({module}.{name})")

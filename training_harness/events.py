@@ -117,7 +117,7 @@ EVENTS: dict[EventKind, Event] = {
         "it imported torch with the hooks",
         _ARGV,
         _PARENT,
-        Field("cpu_limit_seconds", "int", "soft RLIMIT_CPU, null without one"),
+        Field("cpu_limit_seconds", "int", "hard RLIMIT_CPU in seconds, null without one"),
     ),
     "process-start": _event(
         _TRAINING,

@@ -83,7 +83,7 @@ class Session:
         """Record once that the hooks are in this process, whether or not it will train."""
         if not self.has_reported_attach:
             self.has_reported_attach = True
-            limit, _ = resource.getrlimit(resource.RLIMIT_CPU)
+            _, limit = resource.getrlimit(resource.RLIMIT_CPU)  # there the kernel sends SIGKILL
             self.events.append(
                 "process-attached",
                 argv=redact(sys.orig_argv),

@@ -10,6 +10,7 @@ from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_LEAK
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
+from collector.units import size
 
 #: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
 #: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
@@ -177,14 +178,19 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
 
 
 def _with_fix_of_library(death: Finding, findings: list[Finding]) -> Finding:
-    """Return an error with growth outside PyTorch as the first thing to fix, if the tensors did not grow more."""
-    of_tensors = death.value_of("allocated_rise_bytes") or 0.0
+    """Return the error with the advice to fix growth outside PyTorch first, if that grew more than tensors.
+
+    Growth that is smaller than the request would not have made room for it.
+    """
+    least = max(death.value_of(name) or 0.0 for name in ("allocated_rise_bytes", "requested_bytes"))
     for leak in findings:
         is_there = (leak.locus.host, leak.locus.device) == (death.locus.host, death.locus.device)
-        if leak.kind == "gpu-non-pytorch-growth" and is_there and max(rises_bytes(leak)) > of_tensors:
-            process = "the process's memory outside PyTorch"
-            fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leak.kind, process=process))
-            return replace(death, fault=leak.fault, advice=(fix, *death.advice))
+        if leak.kind == "gpu-non-pytorch-growth" and leak.severity != "info" and is_there:
+            rise = max(rises_bytes(leak))
+            if rise > least:
+                text = f"Fix {leak.kind} first: memory outside PyTorch grew by {size(rise)} until the error"
+                fix = replace(FIX_LEAK, text=text)
+                return replace(death, fault=leak.fault, advice=(fix, *death.advice))
     return death
 
 

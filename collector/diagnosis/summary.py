@@ -131,7 +131,7 @@ class Summary(TypedDict):
 def summarise(tables: RunTables, status: Status) -> Summary:
     """Return peaks in bytes, throughput per second, the waits of the loops, and Tidegauge's own cost."""
     last_minute = to_records(last_states(tables)) if status in ("failed", "killed") else []
-    # A process may have grown since its memory was read, and none held more than the run.
+    # Memory may have grown since the last reading of PSS; the run held at least what each process did.
     last_held = (state["held_bytes"] for state in last_minute if state["pss_bytes"] is not None)
     return {
         "peak": _peaks(tables, last_held),

@@ -150,8 +150,8 @@ LABELS = {
     "reserved_bytes": "reserved memory",
     "requested_bytes": "size of the request",
     "free_bytes": "free memory",
-    "allocated_since_step_bytes": "taken by tensors",
-    "batches_since_step_count": "batches",
+    "allocated_since_step_bytes": "memory taken by tensors since the last step",
+    "batches_since_step_count": "batches since the last step",
     "batches_of_a_step_peak_count": "most batches of a step",
     # Ends of processes
     "silent_seconds": "no step or batch for",

@@ -191,11 +191,11 @@ STOPPED = replace(KILLED, severity="warning", fault="outside")
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CPU_LIMIT = replace(
     KILLED,
-    sentence="{what} ended {by}: it had used the CPU time that it may use (RLIMIT_CPU).",
+    sentence="{what} ended {by}: it had used the CPU time that it may use.",
     advice=(
         Advice(
-            text="Raise the CPU time that a process may use (`ulimit -t`), or train where it has no limit: login "
-            "nodes often set one",
+            text="Raise the CPU time that a process may use (`ulimit -t`, or the scheduler's own limit), or train "
+            "where there is none. Login nodes often set one",
             expected="the training goes on",
         ),
     ),

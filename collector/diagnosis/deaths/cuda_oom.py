@@ -17,8 +17,8 @@ from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import (
     ROUNDED_BYTES,
     first_sentences,
-    is_out_of_memory,
     message_figures,
+    tells_out_of_memory,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
@@ -43,9 +43,9 @@ _TENSORS_GREW = Advice(
     expected="the {room} by which they grew become free",
 )
 _TENSOR_GREW = Advice(
-    text="Find what grew first: live tensors held more and more until the error, and their number did not grow or "
-    "is not known. Batches that grow do so, or one tensor that is made again, larger each time: torch.cat of "
-    "predictions, a cache of keys and values",
+    text="Find what grew: live tensors took more and more memory until the error, and not because there were more "
+    "of them, as far as is known. Usual: batches that grow, or one tensor that is made again, larger each time "
+    "(torch.cat of predictions, a cache of keys and values)",
     expected="the {room} by which they grew become free",
 )
 _LARGER_SHARE = Advice(
@@ -113,7 +113,7 @@ class _Scene:
         has_more_tensors: whether their number grew too.
         taken_bytes: what tensors took since the last step, NaN if not known.
         batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
-        batch_counts: batches since the last step, and the most in any step before.
+        batch_counts: batches of the last one's loader since the last step, and the most in any step before.
         phase: phase of the framework, None if it recorded none.
         is_first: True if the process had no whole step before it.
         in_optimizer: True if the optimizer's step had begun.
@@ -141,9 +141,9 @@ class _Scene:
 
     @property
     def holds_batches(self) -> bool:
-        """True if more batches came since the last step than in any step before."""
+        """True if more batches of its loader came since the last step than in any step before."""
         count, most = self.batch_counts
-        return count > max(most, 1)
+        return count > most > 0
 
     @property
     def unallocated_bytes(self) -> float:
@@ -186,7 +186,7 @@ def _events(tables: RunTables) -> Iterator[Mapping[str, Any]]:
             # Shortly before a normal end no request comes in which the process could say that it went on.
             if life.exit_status == 0 and key not in life.exceptions:
                 event = {**event, "caught": True}
-            elif handled and is_out_of_memory(handled[-1]):
+            elif handled and tells_out_of_memory(handled[-1]):
                 event = {**event, "caught": False, "ends_itself": True}
         yield event
 
@@ -217,7 +217,8 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     batches, steps_ns = written(tables, "batch", key), floats(written(tables, "step", key), "time_ns")
     batches, steps_ns = batches[floats(batches, "time_ns") <= at_ns], steps_ns[steps_ns <= at_ns]
     payload, figures = floats(batches, "payload_bytes"), figures_at(tables, error)
-    counts = np.diff(np.searchsorted(floats(batches, "time_ns"), [0.0, *steps_ns, at_ns + 1]))
+    of_loader = batches[floats(batches, "loader") == floats(batches, "loader")[-1:].max(initial=-1)]
+    counts = np.diff(np.searchsorted(floats(of_loader, "time_ns"), [0.0, *steps_ns, at_ns + 1]))
     before = own.before(steps_ns[-1]) if own is not None and len(steps_ns) else None
     level = before.column("allocated_bytes")[-1] if before is not None and len(before.rows) else math.nan
     taken = figures.get("allocated_bytes", math.nan) - level
@@ -279,7 +280,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
     evidence = [fact(name, value, window) for name, value, window in figures if math.isfinite(value)]
     if scene.holds_batches:
         evidence.append(fact("batches_since_step_count", count, "since the last step"))
-        evidence += [fact("batches_of_a_step_peak_count", most, "run")] if most else []
+        evidence.append(fact("batches_of_a_step_peak_count", most, "run"))
     errors = whole(scene.error.event.get("errors_count")) or 1
     evidence.append(fact("errors_count", errors, "since the last such event"))
     if scene.error.event.get("message"):
@@ -287,7 +288,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
         evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught"))
     else:
         caught = scene.error.event.get("caught")
-        went_on = "not known, the process ended after it" if caught is None else "yes, the process ended itself"
+        went_on = "not known, the process ended after it" if caught is None else "yes, and then the process exited"
         went_on = "yes, the training went on" if caught else went_on
         evidence.append(fact("caught", went_on, "the error"))
     if scene.growth is not None:
@@ -306,8 +307,8 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     count, most = scene.batch_counts
     # The part of what this step took that a step of the usual size, in bytes or batches, would not have taken.
     excess = scene.taken_bytes * (1 - before / last) if last > before else math.nan
-    taken = scene.taken_bytes if math.isfinite(scene.taken_bytes) else scene.of("allocated_bytes")
-    more_batches = taken * (1 - most / max(count, 1))
+    more_batches = scene.taken_bytes * (1 - most / max(count, 1))
+    holds_batches = scene.holds_batches and math.isfinite(scene.taken_bytes)
     rise = math.nan if scene.growth is None else scene.growth.rise
     growth_gain = math.inf if rise >= scene.of("allocated_bytes") / 2 else rise
     more = scene.of(TOTAL) - scene.of("limit_bytes")
@@ -327,7 +328,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (_END_OTHERS, "outside", others >= request, others, others),
         (_BOUND_BATCHES, "your code", last > before, float(np.fmax(last - before, excess)), before),
-        (_RELEASE_BATCHES, "your code", scene.holds_batches, more_batches, more_batches),
+        (_RELEASE_BATCHES, "your code", holds_batches, more_batches, more_batches),
         (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),
         (_NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
     )

@@ -55,6 +55,8 @@ _EXITS: dict[int, catalogue.Death] = {
 LAST_OF_WORKER = "last sample of the worker"
 #: Longest text that quotes a message.
 _QUOTED_CHARACTERS = 300
+#: Longest time without a sample for which CPU time is estimated.
+_LONGEST_GAP_NS = 5 * SECOND_NS
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
 
 
@@ -116,7 +118,7 @@ def _kill(life: Lifecycle, victim: Victim) -> Finding:
     if victim.key in life.recorded_exits and victim.key not in life.exceptions:
         by += " while its interpreter shut down, after the end of the script"
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
-    cpu_time = _used_up_cpu_time(life.tables, victim) if victim.signal == SIGKILL else ()
+    cpu_time = _used_up_cpu_time(life.tables, victim)
     death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else _death_of(victim)
     return death.finding(
         locus=victim.locus,
@@ -134,20 +136,20 @@ def _kill(life: Lifecycle, victim: Victim) -> Finding:
 
 
 def _used_up_cpu_time(tables: RunTables, victim: Victim) -> tuple[Evidence, ...]:
-    """Return the CPU time of a process that had reached its limit of it, nothing for another.
+    """Return CPU time and limit as evidence if a training process had reached its limit, else nothing.
 
     The kernel sends SIGKILL at the hard limit, which `ulimit -t` sets together with the soft one (setrlimit(2)).
     Since the last sample, the process may have used all of its cores.
     """
-    if victim.key is None:
+    if victim.key is None or victim.signal != SIGKILL or victim.locus.role == "worker":
         return ()
     limits = [event.get("cpu_limit_seconds") for event in tables.events_of("process-attached", by=victim.key)]
     rows = sampled(tables, victim.key).dropna(subset=["cpu_ns", "allowed_cores_count"])
     if rows.empty or not any(limits):
         return ()
     limit, last = min(filter(None, limits)), rows.iloc[-1]
-    unseen_ns = max(victim.gone_ns - last["time_ns"], 0) * last["allowed_cores_count"]
-    if last["cpu_ns"] + unseen_ns < limit * SECOND_NS:
+    gap_ns = max(victim.gone_ns - last["time_ns"], 0)
+    if gap_ns > _LONGEST_GAP_NS or last["cpu_ns"] + gap_ns * last["allowed_cores_count"] < limit * SECOND_NS:
         return ()
     return (
         fact("cpu_seconds", round(last["cpu_ns"] / SECOND_NS, 1), "last sample"),
@@ -307,7 +309,9 @@ def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
 def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
     stops = life.tables.events_of("collector-stop", by=writer_of(event))
     resumed = [
-        e for e in life.tables.events_of("collector-start") if e.get("resumed") and e["time_ns"] > event["time_ns"]
+        other
+        for other in life.tables.events_of("collector-start")
+        if other.get("resumed") and other.get("host") == event.get("host") and other["time_ns"] > event["time_ns"]
     ]
     status = life.status()
     death = catalogue.COLLECTOR_KILLED

@@ -147,7 +147,7 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
 
 
 def retry_steps(rank: Allocator, since_seconds: float) -> int:
-    """Return in how many steps since then an allocation failed at first, and not after the cache was flushed."""
+    """Return the number of steps since then in which an allocation succeeded only after the cache was flushed."""
     failed = np.diff(rank.column("alloc_retry_count")) > np.nan_to_num(np.diff(rank.column("oom_count")))
     return int((failed & (rank.seconds[1:] >= since_seconds)).sum())
 

@@ -171,7 +171,7 @@ def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float)
         evidence: tuple[Evidence, ...] = retries, fact("device_used_peak_bytes", used, "run", n=n)
         if used - unused < FULL_RATIO * limit.value:
             evidence = *evidence, fact("unused_at_peak_bytes", unused, "run", n=n)
-            return full_finding(resources.GPU_IN_PIECES, limit, used, locus, evidence, steps=steps)
+            return full_finding(resources.GPU_FULL_OF_CACHE, limit, used, locus, evidence, steps=steps)
         return full_finding(resources.GPU_MEMORY, limit, used, locus, evidence, steps=steps)
     return cannot_tell(
         f"In {steps} steps GPU {locus.device} had no memory left until PyTorch released its cache. The use of the "

@@ -248,11 +248,11 @@ def _main_witnesses(
         "host_demand_rise_bytes": _demand_while(use),
     }
     witnesses = witnesses_of(trend, series)
-    # A host that grows far more does so by other processes: that counts only where nothing else was read.
+    # A host that grows far more does so by other processes: that counts only where private memory was not read.
     of_process = tuple(
         w for w in witnesses if w.name != "host_demand_rise_bytes" or float(w.value) <= trend.rise / CONFIRMED
     )
-    return of_process or witnesses or (() if math.isnan(written_ratio) else None)
+    return of_process or (witnesses if math.isnan(written_ratio) else None)
 
 
 def _demand_while(use: Use) -> _Readings:
@@ -419,9 +419,9 @@ def _subject(of_workers: Collection[int], use: Use, verb: str) -> str:
 
 
 def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Finding:
-    """Return the finding on a loader's workers, with the evidence of the one that grew most of those confirmed.
+    """Return the finding on a loader's workers. The evidence is that of the confirmed worker that grew most.
 
-    Workers run the same code: private memory that confirms the growth of one speaks for the others that grow, too.
+    Workers run the same code, so private memory that confirms one speaks for the others.
     It is information if an epoch bounds the growth: other workers had each place in other epochs and rose as much.
     """
     unbounded = [
@@ -429,7 +429,10 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
         for number, leak in of_loader.leaks.items()
         if sum(rise >= leak.trend.rise / 2 for rise in of_loader.rises[number]) < _MIN_EPOCHS
     ]
-    leaks = unbounded or [*of_loader.leaks.values()]
+    leaks = [*of_loader.leaks.values()]
+    if any(leak.witnesses for leak in leaks) and not any(leak.witnesses for leak in unbounded):
+        unbounded = []  # what is confirmed is bounded
+    leaks = unbounded or leaks
     total = _total([leak.rate for leak in leaks])
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
     shown = max(leaks, key=lambda leak: (bool(leak.witnesses), _rise(leak)))

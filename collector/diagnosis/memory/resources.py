@@ -326,8 +326,8 @@ GPU_MEMORY = Resource(
     "were in use at the peak.",
     full_advice=_GPU_ADVICE[1:],
 )
-#: The same where it would not be full without the part of the cache that no tensor used even at the peak.
-GPU_IN_PIECES = replace(GPU_MEMORY, full_advice=(FRAGMENTATION.leak_advice[0], *GPU_MEMORY.full_advice))
+#: A GPU that is full only because of cache that no tensor used, even at the peak.
+GPU_FULL_OF_CACHE = replace(GPU_MEMORY, full_advice=(FRAGMENTATION.leak_advice[0], *GPU_MEMORY.full_advice))
 #: The memory of a GPU on which other programs grow.
 GPU_OF_OTHERS = replace(
     GPU_MEMORY,

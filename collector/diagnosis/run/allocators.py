@@ -99,9 +99,10 @@ def allocators(rows: pd.DataFrame) -> list[Allocator]:
 
 
 def without_errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `device_memory` that were written just before an optimizer's step, not at an error."""
-    errors = rows.groupby([*WRITER, "device"])["oom_count"].diff().fillna(rows["oom_count"])
-    return rows[~(errors > 0)]
+    """Return the rows of `device_memory` in which no error is new: an error writes a row of its own."""
+    counts = pd.Series(floats(rows, "oom_count"), rows.index)
+    new = counts.groupby([rows[name] for name in (*WRITER, "device")]).diff().fillna(counts)
+    return rows[~(new > 0).to_numpy()]
 
 
 def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Allocator]]]:

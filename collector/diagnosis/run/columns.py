@@ -94,8 +94,8 @@ def anonymous_bytes(rows: pd.DataFrame) -> Floats:
     The kernel takes mapped files back, and shared memory has its own rules.
     """
     files, shared = (np.nan_to_num(floats(rows, name)) for name in ("file_bytes", "shm_bytes"))
-    between_ticks = floats(rows, "anon_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
-    return np.where(np.isfinite(between_ticks), between_ticks, resident_bytes(rows) - files - shared)
+    anonymous = floats(rows, "anon_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    return np.where(np.isfinite(anonymous), anonymous, resident_bytes(rows) - files - shared)
 
 
 def private_bytes(rows: pd.DataFrame) -> Floats:

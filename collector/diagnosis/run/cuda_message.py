@@ -9,7 +9,7 @@ import re
 
 #: Precision of the figures: 0.01 GiB.
 ROUNDED_BYTES = 0.01 * (1 << 30)
-_SENTENCE = re.compile(r"(CUDA|HIP|XPU) out of memory")
+_SENTENCE = re.compile(r"(CUDA|HIP|XPU)( error:)? out of memory")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(?P<value>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)"
 _FIGURES = {
@@ -39,7 +39,7 @@ def message_figures(message: str) -> dict[str, float]:
     return figures
 
 
-def is_out_of_memory(message: str) -> bool:
+def tells_out_of_memory(message: str) -> bool:
     """Return whether a message says that memory of the device ran out."""
     return _SENTENCE.search(message) is not None
 

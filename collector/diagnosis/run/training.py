@@ -155,7 +155,7 @@ def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
 
 
 def since_ready(tables: RunTables, key: ProcessKey, samples: pd.DataFrame) -> pd.DataFrame:
-    """Return the samples of a worker since it waits for work: a spawned one imports modules and data before."""
+    """Return a worker's samples from the time it was ready. A spawned one imports modules before."""
     ready = {event["kind"]: event["time_ns"] for event in tables.events_of("worker-start", "worker-ready", by=key)}
     return between(samples, ready.get("worker-ready", math.inf), math.inf) if ready else samples
 

@@ -66,9 +66,9 @@ class Growth:
     Attributes:
         slope: units per second on the lower envelope.
         low, high: 90 % interval of the slope, widened to contain the slope of each half.
-        rise: rise of the envelope since then.
+        rise: rise of the envelope from `since_seconds` on.
         since_seconds: time at which the growth began.
-        n: points since then.
+        n: points from `since_seconds` on.
     """
 
     slope: float
@@ -104,9 +104,10 @@ def growth(
 
 
 def _from_its_begin(trend: Growth, times: Floats, values: Floats, *clocks: Floats) -> Growth:
-    """Return a growth with its rise since it began: its warm-up, and the first tenth of its rise, lie on its line.
+    """Move the begin of a growth back to where its line begins, and count its rise from there.
 
-    The line may be straight on one of the clocks alone.
+    A warm-up that lies on the line belongs to the growth. `clocks` are time and, if known, steps: the growth may be
+    a line on one of them only.
     """
     finite = np.isfinite(values)
     times, levels = thin(times[finite], values[finite])
@@ -126,7 +127,7 @@ def _from_its_begin(trend: Growth, times: Floats, values: Floats, *clocks: Float
 
 
 def _line_begin(clock: Floats, values: Floats, later: int) -> int:
-    """Return the index from which the level that is never given back lies on the line that it follows later."""
+    """Return the index at which the level first follows the line of its later part, which begins at `later`."""
     level, blocks = _level(values), min(BLOCK_COUNTS[0], (len(clock) - later) // 2)
     if blocks < _MIN_BLOCKS or clock[-1] <= clock[later]:
         return later

@@ -165,13 +165,13 @@ def test_batches_without_a_step_hold_memory():
     assert (figures["batches_since_step_count"], figures["batches_of_a_step_peak_count"]) == (10, 1)
     assert "10 batches came without a step, in which tensors took" in found.summary
     found, advice = post_mortem(only_rows(run, "step", lambda rows: rows["step"] < 0))
-    assert advice.startswith("Let go of each batch's tensors before the next one")
-    assert "batches_of_a_step_peak_count" not in {evidence.name for evidence in found.evidence}
+    assert not advice.startswith("Let go of each batch's tensors"), "no step shows how many batches are usual"
+    assert "came without a step" not in found.summary
 
 
 def test_growth_of_one_tensor_is_advised_on_first():
     run = with_allocator(recorded("leak-to-the-end"), allocation_count=flat("allocation_count"))
-    assert post_mortem(run)[1].startswith("Find what grew first")
+    assert post_mortem(run)[1].startswith("Find what grew")
 
 
 def test_retry_in_the_handler_of_an_error_is_advised_against():

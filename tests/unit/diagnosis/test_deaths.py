@@ -206,14 +206,15 @@ def test_a_killed_collector_leaves_the_training_unharmed():
     assert diagnose(script.tables()).status == "running"
 
 
-def test_a_resumed_collector_does_not_hide_that_the_first_was_killed():
+@pytest.mark.parametrize(("host", "severity"), [("node", "info"), ("node-b", "warning")])
+def test_a_collector_that_resumes_on_its_host_leaves_nothing_to_do(host, severity):
     script = training(collector=False)
-    second = ("node", 95, 9500)
+    second = (host, 95, 9500)
     script.event(script.now_seconds, "collector-start", second, resumed=True, command_pid=MAIN[1])
     script.living = script.living | {second}
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
-    assert (found.severity, found.advice) == ("info", ())
-    assert "until another one resumed" in found.summary
+    assert (found.severity, bool(found.advice)) == (severity, severity == "warning")
+    assert ("until another one resumed" in found.summary) == (severity == "info")
 
 
 def test_a_collector_killed_in_a_finished_run_is_information_without_advice():

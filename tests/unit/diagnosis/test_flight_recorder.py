@@ -117,6 +117,7 @@ NO_DUMPS = {
     "the first half of a dump": data("missing", 0)[:700],
     "text": b"no pickle",
     "a memo that would fill the memory": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "an array that would fill the memory": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
     "a number": pickle.dumps(3),
     "no entries": pickle.dumps({"version": "2.10"}),
     "entries of another form": pickle.dumps({"entries": [{"seq": 1}, {"seq": 2}]}),

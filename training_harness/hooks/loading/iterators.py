@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import Any
 
 from training_harness import session
-from training_harness.hooks.loading.loader import BEFORE_THE_END, NESTED, LoaderHook, states
+from training_harness.hooks.loading.loader import NESTED, STOPPING, LoaderHook, states
 from training_harness.hooks.loading.worker import WorkerEntry
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.stages import stages
@@ -235,7 +235,7 @@ def _shutdown_workers(hook: LoaderHook, original: Any) -> Any:
     clock = time.monotonic_ns
 
     def _shutdown_workers(self: Any) -> Any:
-        hook.attempt(hook.note_deaths, self, BEFORE_THE_END)
+        hook.attempt(hook.note_deaths, self, STOPPING)
         begun_ns = clock()
         try:
             return original(self)

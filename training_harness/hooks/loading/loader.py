@@ -40,8 +40,8 @@ _NO_QUEUE = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
 NESTED = -1
 #: DataLoader's fields about its queues; an iterator without them costs the columns that are read from there.
 _QUEUE_FIELDS = ("_task_info", "_tasks_outstanding", "_rcvd_idx", "_send_idx")
-#: Exit statuses of workers that say nothing, before DataLoader ends them and after.
-BEFORE_THE_END, AT_THE_END = (0,), (0, -signal.SIGTERM)
+#: Exit statuses that are no early end: while DataLoader stops its workers, and once it has stopped them.
+STOPPING, STOPPED = (0,), (0, -signal.SIGTERM)
 
 
 class IterState:
@@ -156,7 +156,7 @@ class LoaderHook(Hook):
         if state is None or current is None or state.have_workers_ended or self._is_copy(current):
             return
         state.have_workers_ended = True
-        self.note_deaths(iterator, AT_THE_END)
+        self.note_deaths(iterator, STOPPED)
         self.progress.count_wait(begun_ns, time.monotonic_ns(), threading.get_ident())
         current.events.append("workers-ended", loader=state.info.number, epoch=state.epoch, begun_ns=begun_ns)
 
@@ -259,20 +259,20 @@ class LoaderHook(Hook):
             self.attempt(self._errors.flush, session.active)
         for state in list(states.values()):
             if (iterator := state.iterator()) is not None:
-                self.attempt(self.note_deaths, iterator, AT_THE_END)
+                self.attempt(self.note_deaths, iterator, STOPPED)
 
-    def note_deaths(self, iterator: Any, own: tuple[int, ...]) -> None:
-        """Record which workers ended too early, and with none of the statuses that DataLoader's `own` end gives.
+    def note_deaths(self, iterator: Any, normal: tuple[int, ...]) -> None:
+        """Record workers that ended too early. Exit statuses in `normal` are DataLoader's own doing.
 
-        A worker with status 0, as by os._exit, ended too early if it owes a batch. One whose iterable dataset has
-        come to its end owes none, whatever DataLoader asked of it before.
+        Status 0, as by os._exit, is an early end if the worker owes a batch. Workers of an iterable dataset may end
+        so: DataLoader asks them for batches beyond their end.
         """
         state, current = states.get(id(iterator)), session.active
         if state is None or current is None or self._is_copy(current):
             return
         for worker_id, process in enumerate(getattr(iterator, "_workers", ())):
             exit_code = process.exitcode
-            if exit_code is None or exit_code in own or worker_id in state.dead_workers:
+            if exit_code is None or exit_code in normal or worker_id in state.dead_workers:
                 continue
             lost = [index for index, task in iterator._task_info.items() if task == (worker_id,)]
             if exit_code == 0 and (not lost or is_iterable(iterator)):

@@ -100,6 +100,8 @@ class OomHook(Hook):
         self, current: session.Session, step: int, *, caught: bool | None, error: BaseException | None = None
     ) -> None:
         """Write a `cuda-oom` event for the errors since the last event, and a snapshot."""
+        context = error and error.__context__
+        in_handler = bool(error and context and context is not error.__cause__ and is_out_of_memory(context))
         errors = [self._errors.popleft() for _ in range(len(self._errors))]
         if not errors and error is None:
             return
@@ -109,7 +111,7 @@ class OomHook(Hook):
             last |= {**self._snapshot(current), "is_snapshot_later": True}
         if error is not None:
             last |= {"type": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]}
-            last["in_handler"] = error.__context__ is not None and is_out_of_memory(error.__context__)
+            last["in_handler"] = in_handler
         current.events.append("cuda-oom", caught=caught, errors_count=max(1, len(errors)), **last)
 
     def _snapshot_of(self, error: Mapping[str, Any], current: session.Session) -> dict[str, Any]:
