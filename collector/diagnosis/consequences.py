@@ -185,12 +185,11 @@ def _with_fix_of_library(death: Finding, findings: list[Finding]) -> Finding:
     least = max(death.value_of(name) or 0.0 for name in ("allocated_rise_bytes", "requested_bytes"))
     for leak in findings:
         is_there = (leak.locus.host, leak.locus.device) == (death.locus.host, death.locus.device)
-        if leak.kind == "gpu-non-pytorch-growth" and leak.severity != "info" and is_there:
-            rise = max(rises_bytes(leak))
-            if rise > least:
-                text = f"Fix {leak.kind} first: memory outside PyTorch grew by {size(rise)} until the error"
-                fix = replace(FIX_LEAK, text=text)
-                return replace(death, fault=leak.fault, advice=(fix, *death.advice))
+        if leak.kind != "gpu-non-pytorch-growth" or leak.severity == "info" or not is_there:
+            continue
+        if (rise := max(rises_bytes(leak))) > least:
+            text = f"Fix {leak.kind} first: memory outside PyTorch grew by {size(rise)} until the error"
+            return replace(death, fault=leak.fault, advice=(replace(FIX_LEAK, text=text), *death.advice))
     return death
 
 

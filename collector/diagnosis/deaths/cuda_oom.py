@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.memory.gpu_growth import kept_tensors, tensors_of
+from collector.diagnosis.memory.gpu_growth import has_more_tensors, tensors_of
 from collector.diagnosis.run.allocators import allocators, devices, record_at
 from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import (
@@ -217,7 +217,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     batches, steps_ns = written(tables, "batch", key), floats(written(tables, "step", key), "time_ns")
     batches, steps_ns = batches[floats(batches, "time_ns") <= at_ns], steps_ns[steps_ns <= at_ns]
     payload, figures = floats(batches, "payload_bytes"), figures_at(tables, error)
-    of_loader = batches[floats(batches, "loader") == floats(batches, "loader")[-1:].max(initial=-1)]
+    of_loader = batches[floats(batches, "loader") == batches["loader"].iloc[-1]] if len(batches) else batches
     counts = np.diff(np.searchsorted(floats(of_loader, "time_ns"), [0.0, *steps_ns, at_ns + 1]))
     before = own.before(steps_ns[-1]) if own is not None and len(steps_ns) else None
     level = before.column("allocated_bytes")[-1] if before is not None and len(before.rows) else math.nan
@@ -227,7 +227,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         error=error,
         figures=figures,
         growth=tensors_of(tables, own).growth() if own is not None else None,
-        has_more_tensors=own is not None and kept_tensors(tables, own) is not None,
+        has_more_tensors=own is not None and has_more_tensors(tables, own),
         taken_bytes=taken if taken > 0 else math.nan,
         batch_bytes=(float(payload[-1]) if len(payload) else math.nan, peak(payload[:-1])),
         batch_counts=(int(counts[-1]), int(counts[:-1].max(initial=0))),

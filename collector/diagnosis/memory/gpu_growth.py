@@ -97,9 +97,9 @@ def tensors_of(tables: RunTables, rank: Allocator) -> Use:
     return use_of(tables, rank, "allocated", rank.column("allocated_bytes") - kept)
 
 
-def kept_tensors(tables: RunTables, rank: Allocator) -> Growth | None:
-    """Return the growth of live tensors if their number grows too: what `gpu-tensor-leak` reports."""
-    return tensors_of(tables, rank).growth() if _counts(tables, rank) is not None else None
+def has_more_tensors(tables: RunTables, rank: Allocator) -> bool:
+    """Return whether the number of live tensors grows; False where it was not read."""
+    return _counts(tables, rank) is not None
 
 
 def _counts(tables: RunTables, rank: Allocator) -> Growth | None:

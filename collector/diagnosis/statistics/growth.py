@@ -93,30 +93,27 @@ def growth(
     """
     by_time = _growth_on(times_seconds, values, negligible, PARTS_COUNT)
     if steps is None:
-        return by_time and _from_its_begin(by_time, times_seconds, values, times_seconds)
+        return by_time and _from_its_begin(by_time, times_seconds, values)
     if by_time is not None:
         since = times_seconds >= by_time.since_seconds
         if _is_at_rest(steps[since], values[since], negligible):
             by_time = None
     by_step = None if by_time else _growth_on(steps, values, negligible, PARTS_COUNT_OF_STEPS)
     trend = by_time or (by_step and _in_seconds(by_step, steps, times_seconds))
-    return trend and _from_its_begin(trend, times_seconds, values, times_seconds, steps)
+    return trend and _from_its_begin(trend, times_seconds, values, steps)
 
 
-def _from_its_begin(trend: Growth, times: Floats, values: Floats, *clocks: Floats) -> Growth:
+def _from_its_begin(trend: Growth, times: Floats, values: Floats, steps: Floats | None = None) -> Growth:
     """Move the begin of a growth back to where its line begins, and count its rise from there.
 
-    A warm-up that lies on the line belongs to the growth. `clocks` are time and, if known, steps: the growth may be
-    a line on one of them only.
+    A warm-up that lies on the line belongs to the growth, which may be a line on one of the clocks only: time and,
+    where all are known, steps.
     """
     finite = np.isfinite(values)
+    clocks = [thin(clock[finite], values[finite])[0] for clock in (times, steps) if clock is not None]
     times, levels = thin(times[finite], values[finite])
     later = int(np.searchsorted(times, trend.since_seconds))
-    begin = min(
-        _line_begin(clock, levels, later)
-        for clock in (thin(one[finite], values[finite])[0] for one in clocks)
-        if np.isfinite(clock).all()
-    )
+    begin = min(_line_begin(clock, levels, later) for clock in clocks if np.isfinite(clock).all())
     blocks = min(BLOCK_COUNTS[0], (len(times) - begin) // 2)
     if blocks < _MIN_BLOCKS:
         return trend
