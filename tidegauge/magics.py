@@ -24,6 +24,8 @@ def add_magic(shell: Any) -> None:
 
     def answer(line: str) -> Any:
         match line.split():
+            case ["report" | "dashboard", option] if option.startswith("-"):
+                raise TidegaugeError(f"{option} is no run, and there are no options here; {_USAGE}")
             case ["report", *run] if len(run) <= 1:
                 return open_run(*run).report()
             case ["dashboard", *run] if len(run) <= 1:

@@ -108,7 +108,12 @@ def test_magic_links_to_a_dashboard_that_answers(notebook):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("nosuch", "'nosuch' is not known; %tidegauge report"), ("report nosuch", "no run 'nosuch'")]
+    ("line", "said"),
+    [
+        ("nosuch", "'nosuch' is not known; %tidegauge report"),
+        ("report nosuch", "no run 'nosuch'"),
+        ("report --verbose", "--verbose is no run, and there are no options here"),
+    ],
 )
 def test_wrong_line_is_one_line(notebook, line, said):
     notebook.execute("%load_ext tidegauge")

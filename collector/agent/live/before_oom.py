@@ -38,13 +38,15 @@ def parse_action(text: str) -> signal.Signals | str:
     """Return the signal that a text names (`USR1`, `SIGUSR1`), else the text as a shell command.
 
     Raises:
-        ValueError: no process can handle the signal, or there is no command.
+        ValueError: no process can handle the signal, there is no such signal, or there is no command.
     """
     name = "SIG" + text.strip().upper().removeprefix("SIG")
     if name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"no process can handle {name}; give a signal such as USR1, or a shell command")
     if name in signal.Signals.__members__:
         return signal.Signals[name]
+    if text.strip() == name:
+        raise ValueError(f"there is no signal {name}; give one such as USR1, or a shell command")
     command_sender(text)
     return text
 

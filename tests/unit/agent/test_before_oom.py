@@ -164,7 +164,7 @@ def test_signal_has_any_of_its_names(text):
     assert parse_action(text) is signal.SIGUSR1
 
 
-@pytest.mark.parametrize("text", ["KILL", "SIGSTOP", "", "  "])
+@pytest.mark.parametrize("text", ["KILL", "SIGSTOP", "SIGUSR9", "", "  "])
 def test_unusable_action_is_refused(text):
     with pytest.raises(ValueError, match="give"):
         parse_action(text)
