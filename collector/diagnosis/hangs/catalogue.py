@@ -184,6 +184,14 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     )
 
 
+def held(others_count: int, waits: str | None) -> str:
+    """Return the words for the other ranks that wait for a process; none if they all wait in a collective."""
+    if not others_count or waits == COLLECTIVE:
+        return ""
+    ranks = "1 other rank waits" if others_count == 1 else f"{others_count} other ranks wait"
+    return f"; {ranks} for it"
+
+
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
     """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
     advice = Advice(

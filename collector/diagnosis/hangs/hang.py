@@ -25,6 +25,7 @@ from collector.diagnosis.hangs.stuck_process import (
     helpers_compute,
     last_series,
     processes_of,
+    sampled_seconds_after,
     stuck_child,
     who_holds_up,
 )
@@ -37,6 +38,7 @@ from collector.diagnosis.run.columns import (
     between,
     floats,
     key_of,
+    sampled,
     sampled_on,
     whole,
     written,
@@ -110,10 +112,17 @@ def _is_interrupted(life: Lifecycle, stacks: Mapping[str, Any]) -> bool:
 
 
 def _silent_in(life: Lifecycle, series: Series) -> _Silent:
-    """Return the training processes that the last dump of a series found silent, and that did not go on since."""
-    last = series[-1]
-    entries = ((key_of({**entry, "host": last["host"]}), entry) for entry in last["silent"])
-    return {key: entry for key, entry in entries if key and not _went_on(life, key, last["time_ns"])}
+    """Return the training processes that the last dump of a series found silent, and that did not go on since.
+
+    To each belongs the time from its last step or batch to its newest sample, `lasted_seconds`.
+    """
+    last, silent = series[-1], {}
+    for entry in last["silent"]:
+        key = key_of({**entry, "host": last["host"]})
+        if key and not _went_on(life, key, last["time_ns"]):
+            more_seconds = sampled_seconds_after(last["time_ns"], sampled(life.tables, key))
+            silent[key] = {**entry, "lasted_seconds": entry["silent_seconds"] + more_seconds}
+    return silent
 
 
 def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Process, Finding]]:
@@ -198,8 +207,8 @@ def _waits_in(process: Process, standstill: Standstill) -> bool:
 def _of_rank(life: Lifecycle, standstill: Standstill, silent: _Silent, waiting: Sequence[Finding]) -> Finding:
     """Return the finding on a rank that others wait for; its severity is that of their own findings."""
     main, silence = max(silent.items(), key=lambda item: item[1]["silent_seconds"])
-    seconds = silence["silent_seconds"]
-    is_plain = seconds >= _LONG_PATIENCE * silence["budget_seconds"]
+    seconds = silence["lasted_seconds"]
+    is_plain = silence["silent_seconds"] >= _LONG_PATIENCE * silence["budget_seconds"]
     severities = [finding.severity for finding in waiting] or ["critical" if is_plain else "info"]
     return _missing_rank(
         life,
@@ -324,7 +333,7 @@ def _undelivered(
     key = next(writers, None)
     if key is None or key not in processes:
         return {}
-    seconds, worker = silence["silent_seconds"], processes[key]
+    seconds, worker = silence["lasted_seconds"], processes[key]
     finding = catalogue.HANG_OF_UNDELIVERED.finding(
         locus=worker.locus,
         since_step=last_step(life.tables, main),
@@ -332,7 +341,7 @@ def _undelivered(
             fact("silent_seconds", round(seconds, 1), "since its last step or batch"),
             fact("undelivered_batches_count", len(lost), "made by workers in this epoch"),
         ),
-        severity="critical" if seconds >= silence["budget_seconds"] else "info",
+        severity="critical" if silence["silent_seconds"] >= silence["budget_seconds"] else "info",
         what=sentence(worker.name),
         index=int(lost["index"].min()),
         training=life.name(main),
@@ -359,7 +368,7 @@ def _finding(
     patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
     is_plain = not transfer and _is_plain(life, culprit, patience, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
-    evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
+    evidence = [fact("silent_seconds", round(silence["lasted_seconds"], 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
         evidence.append(fact("longest_pause_seconds", round(silence["longest_seconds"], 1), "until then"))
     is_child = culprit.locus.role == "other"
@@ -375,9 +384,9 @@ def _finding(
         where=culprit.where if not is_child or culprit.stands_in_own_code else "",
         training=life.name(main),
         waits_where=processes[main].where,
-        held=_held(others_count, waits),
+        held=catalogue.held(others_count, waits),
         hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
-        silent=duration(seconds),
+        silent=duration(silence["lasted_seconds"]),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
@@ -485,10 +494,3 @@ def _has_workers(tables: RunTables, key: ProcessKey, series: Series) -> bool:
     slots = worker_slots(tables)
     alive = [(key[0], process["pid"]) for process in series[-1]["processes"]]
     return any(slots[address][0] == key for address in alive if address in slots)
-
-
-def _held(others_count: int, waits: str | None) -> str:
-    if not others_count or waits == COLLECTIVE:
-        return ""
-    ranks = "1 other rank waits" if others_count == 1 else f"{others_count} other ranks wait"
-    return f"; {ranks} for it"

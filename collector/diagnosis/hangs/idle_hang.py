@@ -21,6 +21,7 @@ from collector.diagnosis.hangs.stuck_process import (
     Series,
     last_series,
     processes_of,
+    sampled_seconds_after,
     who_holds_up,
 )
 from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, sampled_on
@@ -134,13 +135,14 @@ def _at_locks(workers: Sequence[Process], others: Sequence[Process]) -> list[_Ha
 
 def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
     culprit, waits = hang.culprit, hang.waits
-    seconds = series[-1]["idle_seconds"]
+    last, seconds = series[-1], series[-1]["idle_seconds"]
+    lasted_seconds = seconds + sampled_seconds_after(last["time_ns"], sampled_on(life.tables, last["host"]))
     transfer = culprit.transfer(_QUIET_SECONDS)
     is_plain = hang.is_sure and seconds >= _PLAIN_SECONDS and not transfer
     found = catalogue.HANG_WITHOUT_HOOKS.finding(
         locus=culprit.locus,
         evidence=(
-            fact("idle_seconds", round(seconds, 1), "all processes of the run"),
+            fact("idle_seconds", round(lasted_seconds, 1), "all processes of the run"),
             *culprit.evidence(len(series), waits),
         ),
         severity="warning" if is_plain else "info",
@@ -150,7 +152,7 @@ def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
         does=waits or "standing still",
         where=culprit.where,
         held=hang.held,
-        silent=duration(seconds),
+        silent=duration(lasted_seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
     return catalogue.of_slow(found, transfer) if transfer else found

@@ -9,8 +9,10 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
+import pandas as pd
+
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.run.columns import key_of
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import rank_of
 from collector.findings import Evidence, Locus, fact
@@ -286,6 +288,12 @@ class Process:
         if moved < within_seconds and self.waits != ASLEEP:
             return f"It read or wrote data within the last {duration(max(moved, 1.0))}."
         return None
+
+
+def sampled_seconds_after(dump_ns: float, samples: pd.DataFrame) -> float:
+    """Return the time from a dump to the newest of some samples in which a process lived; 0 without one."""
+    newest_ns = floats(samples, "time_ns")[floats(samples, "alive") == 1].max(initial=dump_ns)
+    return float(newest_ns - dump_ns) / SECOND_NS
 
 
 def last_series(events: Series) -> Series:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hanging_trainings import OTHER_RANK, only, stacks, training, two_ranks
 from recorded_dumps import data, fields
-from simulated_runs import MAIN, START_SECONDS, ns, start_training
+from simulated_runs import MAIN, START_SECONDS, ns, sample_process, start_training
 from stack_events import (
     AGENT,
     FOR_A_BATCH,
@@ -26,6 +26,7 @@ from collector.diagnosis.hangs.hang import find_hangs
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding, Locus, measurements
 from collector.stacks import FULL_PIPE
+from training_harness.records import ROLE_MAIN
 
 WAITING = process(MAIN, FOR_A_BATCH, POLL)
 IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
@@ -48,6 +49,15 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert "Files.__getitem__, dataset.py:41" in finding.summary
     assert finding.since_step == 9
     assert advice in finding.advice[0].text
+
+
+def test_a_hang_lasts_until_the_newest_sample_of_its_training():
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    sampled, size = [START_SECONDS + 52 + 60 * minute for minute in range(11)], [2**30] * 11
+    sample_process(script, sampled, MAIN, ROLE_MAIN, private=size, rss=size, alive=[1] * 10 + [0])
+    found = only(script)
+    assert "has had no batch for 9 min 33 s" in found.summary
+    assert found.evidence[0].value == 33 + 9 * 60
 
 
 def test_a_batch_that_was_made_and_never_arrived_names_its_worker():

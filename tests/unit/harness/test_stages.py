@@ -20,7 +20,7 @@ from training_harness import layout, session, stage
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.stages import stage_calls, stages
 from training_harness.installation import TRIGGERS
-from training_harness.records import MISSING_INT32, MISSING_INT64
+from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
 
 MS = 1_000_000
 
@@ -100,6 +100,24 @@ def test_batches_in_close_succession_share_a_record(clock, stage_rows):
         stages.local.tally.batch = 0, 0, index
     stages.flush()
     assert [(row[2], row[5]) for row in stage_rows] == [(0, 1), (2, 2), (4, 2), (6, 1)]
+
+
+def test_stages_of_a_loop_wait_apart_from_those_of_the_batches_that_it_makes(clock, stage_rows):
+    stages.due_ns = clock.wall_ns + session.HOLD_NS
+    for index in range(2):
+        stages.begin_fetch(clock.wall_ns)
+        if index:
+            with stage("decode"):
+                clock.pass_ns(MS, MS)
+        stages.end_fetch(clock.wall_ns, 0, 0, index)
+        stages.local.tally.batch = 0, 0, index
+        with stage("copy"):
+            clock.pass_ns(MS, 0)
+    assert stage_rows == [(0, 0, 1, INLINE_WORKER, b"decode", 1, MS, MS)]
+    stages.begin_fetch(clock.wall_ns)
+    stages.return_to_loop()  # the next batch cannot be made
+    stages.flush()
+    assert stage_rows[1:] == [(0, 0, 1, MISSING_INT32, b"copy", 2, 2 * MS, 0)]
 
 
 def test_cpu_time_of_short_calls_is_sampled_and_scaled(clock, stage_rows):

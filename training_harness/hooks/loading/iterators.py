@@ -24,7 +24,7 @@ from training_harness.hooks.loading.worker import WorkerEntry
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.stages import stages
 from training_harness.hooks.training.step_phases import Progress
-from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64, UNIT_BATCH
+from training_harness.records import MISSING_INT32, MISSING_INT64, UNIT_BATCH
 
 
 def install(progress: Progress) -> LoaderHook:
@@ -133,7 +133,9 @@ def _next(hook: LoaderHook, original: Any) -> Any:
                     calls.log((hook, on_batch_request, begun_ns, thread))
                 if is_due:
                     progress.catch_up(begun_ns)
-                if pending_tallies and (is_inline or begun_ns >= stages.due_ns):
+                if pending_tallies and is_inline:
+                    stages.begin_fetch(begun_ns)
+                elif pending_tallies and begun_ns >= stages.due_ns:
                     stages.write_loop_stages(begun_ns)
             if is_inline:
                 fetching.add(thread)
@@ -147,6 +149,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
         except BaseException as error:
             if is_inline:
                 fetching.discard(thread)
+                stages.return_to_loop()
                 calls.log((hook, on_batch_request, begun_ns, thread))
             if not isinstance(error, StopIteration):
                 hook.attempt(hook.note_deaths, self, ())
@@ -161,7 +164,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
                 fetching.discard(thread)
                 details = meter and meter.end()
                 if pending_tallies:
-                    stages.write_fetch_stages(now_ns, state.info.number, state.epoch, index, INLINE_WORKER)
+                    stages.end_fetch(now_ns, state.info.number, state.epoch, index)
             elif not state.is_probed:
                 hook.probe_queue(self, state)
             if state.has_queue:

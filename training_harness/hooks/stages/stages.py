@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from training_harness import session
-from training_harness.records import MISSING_INT32, MISSING_INT64, NAME_BYTES
+from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64, NAME_BYTES
 
 _LONG_NS = 1_000_000
 _UNREAD_CALLS = 15
@@ -46,6 +46,7 @@ class Tally:
 
     Attributes:
         sums: stage -> [calls, own time, own CPU time where read, own time where CPU was read], times in ns.
+        outside: sums of the loop, while the thread makes a batch itself.
         is_pending: whether it is among `pending_tallies`.
         has_batches: whether its thread receives or makes batches: then no other thread may write its sums.
         batch: loader, epoch and index of the last batch that the thread received; its stages from then on belong to
@@ -54,10 +55,21 @@ class Tally:
         blocks: stages that `with` blocks have begun.
     """
 
-    __slots__ = ("_inner_cpu_ns", "_inner_ns", "batch", "blocks", "call_stage", "has_batches", "is_pending", "sums")
+    __slots__ = (
+        "_inner_cpu_ns",
+        "_inner_ns",
+        "batch",
+        "blocks",
+        "call_stage",
+        "has_batches",
+        "is_pending",
+        "outside",
+        "sums",
+    )
 
     def __init__(self) -> None:
         self.sums: dict[bytes, list[int]] = {}
+        self.outside: dict[bytes, list[int]] = {}
         self.is_pending = self.has_batches = False
         self.call_stage = ""
         self.batch = (MISSING_INT32, MISSING_INT32, MISSING_INT64)
@@ -96,10 +108,14 @@ class Tally:
         if wall_ns >= _LONG_NS:
             timer.skips_left = 0
         self._inner_ns, self._inner_cpu_ns = outer_ns + wall_ns, outer_cpu_ns + cpu_ns
+        self.await_write()
+        return wall_ns
+
+    def await_write(self) -> None:
+        """Put the sums among those to be written, unless they are or nothing is recorded."""
         if not self.is_pending and recording.hook.active:
             self.is_pending = True
             pending_tallies.append(self)
-        return wall_ns
 
 
 class _Here(threading.local):
@@ -142,6 +158,34 @@ def write_fetch_stages(now_ns: int, loader: int, epoch: int, index: int, worker:
         _write(now_ns, loader, epoch, index, worker)
 
 
+def begin_fetch(now_ns: int) -> None:
+    """Keep the stages of the loop apart from those of the batch that its thread is about to make.
+
+    They wait for `due_ns`: a loop of short steps does not pay for a record in each.
+    """
+    tally = local.tally
+    if now_ns < due_ns and pending_tallies == [tally]:
+        tally.outside, tally.sums = tally.sums, {}
+    else:
+        write_loop_stages(now_ns)
+
+
+def end_fetch(now_ns: int, *batch: int) -> None:
+    """Write the stages of a batch (loader, epoch, index) that the loop's own thread made; return to the loop."""
+    if local.tally.sums or len(pending_tallies) > 1:
+        _write(now_ns, *batch, INLINE_WORKER)
+    return_to_loop()
+
+
+def return_to_loop() -> None:
+    """Go on with the sums of the loop, also where the batch could not be made."""
+    tally = local.tally
+    if tally.outside:
+        inside, tally.sums, tally.outside = tally.sums, tally.outside, {}
+        _add(tally.sums, inside)
+        tally.await_write()
+
+
 def _write(now_ns: int, *batch_and_worker: int) -> None:
     current = session.active
     if current is None or not recording.hook.active:
@@ -170,9 +214,13 @@ def _take(own_tally: Tally) -> dict[bytes, list[int]]:
             continue
         tally.is_pending = False  # first, so that its thread adds it again whichever sums it adds to
         sums, tally.sums = tally.sums, {}
-        for name, more in sums.items():
-            total[name] = [a + b for a, b in zip(total[name], more, strict=True)] if name in total else more
+        _add(total, sums)
     return total
+
+
+def _add(total: dict[bytes, list[int]], sums: dict[bytes, list[int]]) -> None:
+    for name, more in sums.items():
+        total[name] = [a + b for a, b in zip(total[name], more, strict=True)] if name in total else more
 
 
 class stage:  # noqa: N801
