@@ -129,7 +129,8 @@ def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Pro
     """Return the processes that hold up silent training processes by their stacks, each with its finding."""
     processes = processes_of(life, series)
     found: dict[ProcessKey, tuple[Process, Finding]] = {}
-    for main in silent:
+    # One that waits in a collective is held up by another, which may itself wait for the same process.
+    for main in sorted(silent, key=lambda key: key in processes and processes[key].is_in_collective):
         culprit = _culprit(life, processes, main, [key for key in silent if key != main])
         if culprit is None:
             found |= _undelivered(life, processes, main, silent[main])

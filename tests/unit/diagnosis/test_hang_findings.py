@@ -322,6 +322,7 @@ def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
     )
     finding = only(script)
     assert (finding.locus.rank, finding.locus.worker) == (1, 0)
+    assert "rank 1 (pid 200) has had no batch for 33 s; 1 other rank waits for it" in finding.summary
 
 
 IN_ALL_REDUCE = [["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], ["step", "/home/me/train.py", 20]]
