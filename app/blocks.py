@@ -303,7 +303,7 @@ def _evidence_table(measurements: Sequence[Evidence]) -> str:
 
 
 def _facts_table(block: Facts) -> str:
-    rows = (f"| {_cell(name)} | {_cell(value)} |" for name, value in block.rows)
+    rows = (f"| {_unbroken(_cell(name))} | {_cell(value)} |" for name, value in block.rows)
     return "\n".join([f"| {block.headings[0]} | {block.headings[1]} |", "|:--|:--|", *rows])
 
 
