@@ -218,12 +218,12 @@ def _host_peak(moment: Moment) -> Metric:
     by_role = queries.memory_by_role(moment.snapshot, all_ranks, "pss_bytes", host).drop(columns="elapsed_seconds")
     peak, where = by_role.sum(axis=1, min_count=1).max(), "of the run" if host is None else f"on {host}"
     # Above the limit it is no share of it: a group is not charged for pages that others have read before.
-    share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity and peak <= capacity else ""
+    has_share = is_known(peak) and capacity and peak <= capacity
+    share = f", and its share of the {_limit_words(tightest)} ({size(capacity)})" if has_share else ""
     return Metric(
         "Peak host memory (PSS)",
-        f"{size(peak)}{share}",
-        f"Highest PSS of all processes {where} together, over the whole run, and its share of the "
-        f"{_limit_words(tightest)} ({size(capacity)}). PSS counts shared pages once",
+        f"{size(peak)} ({percent(peak / capacity)})" if has_share else size(peak),
+        f"Highest PSS of all processes {where} together, over the whole run{share}. PSS counts shared pages once",
     )
 
 
