@@ -20,6 +20,7 @@ _OF_DESCRIPTOR = {
     "x86_64": frozenset({0, 1, 17, 18, 19, 20, 42, 43, 44, 45, 46, 47, 72, 73, 74, 75, 288}),
     "aarch64": frozenset({25, 32, 63, 64, 65, 66, 67, 68, 82, 83, 202, 203, 206, 207, 211, 212, 242}),
 }
+_STANDARD_INPUT = 0
 #: Begin of the words for a child that itself waits for something.
 _HELD_UP = ("waiting for", "blocked")
 #: epoll_wait and epoll_pwait; their fourth argument is the timeout, -1 for none.
@@ -39,7 +40,7 @@ def own_wait(proc: str, pid: int, thread: int) -> str | None:
 
 
 def wait_target(proc: str, pid: int, thread: int) -> str | None:
-    """Return the address, path or process that a thread waits for; None if /proc does not tell."""
+    """Return the address, path, input or process that a thread waits for; None if /proc does not tell."""
     words = (procfs.read_file(f"{proc}/{pid}/task/{thread}/syscall") or b"").split()
     if len(words) < 2 or not words[0].isdigit():  # `running`, or `-1` outside of a system call
         return None
@@ -58,6 +59,8 @@ def wait_target(proc: str, pid: int, thread: int) -> str | None:
         return None
     if name.startswith("socket:["):
         return _remote_address(proc, pid, name.removeprefix("socket:[").rstrip("]"))
+    if argument == _STANDARD_INPUT and name.startswith("pipe:["):
+        return "standard input"
     if not name.startswith("/"):
         return None
     holder = _lock_holder(proc, pid)

@@ -20,8 +20,14 @@ from collector.diagnosis.hangs.stuck_process import (
 from collector.findings import Advice, Fault, Finding
 from collector.stacks import FULL_PIPE
 
-#: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice.
+_GIVE_INPUT = Advice(
+    text="Answer what asks at that line, or start the command with `< /dev/null`: then it fails instead of asking",
+    expected="training goes on, or ends with an error in place of the hang",
+)
+#: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice; the first that fits.
 _HANG_ADVICE = {
+    "waiting for input at the terminal": _GIVE_INPUT,
+    "waiting for a pipe (standard input": _GIVE_INPUT,
     "blocked on a lock": Advice(
         text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
         "worker_init_fn, or use multiprocessing_context='forkserver'",

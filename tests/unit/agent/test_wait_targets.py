@@ -71,6 +71,14 @@ def test_the_child_process_that_is_waited_for_with_its_own_wait(program, waits):
             os.kill(pid, 9)
 
 
+def test_the_standard_input_that_nobody_writes():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as asking:
+        try:
+            wait_for(lambda: wait_target("/proc", asking.pid, asking.pid) == "standard input", "the input")
+        finally:
+            asking.communicate("\n")
+
+
 def test_the_holder_of_a_file_lock(tmp_path):
     path = tmp_path / "lock"
     with path.open("w") as file:

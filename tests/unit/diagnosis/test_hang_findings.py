@@ -51,6 +51,13 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert advice in finding.advice[0].text
 
 
+@pytest.mark.parametrize("waits", ["waiting for input at the terminal", "waiting for a pipe (standard input)"])
+def test_a_training_that_asks_is_told_to_be_answered(waits):
+    found = only(stacks(training(), process(MAIN, IN_MAIN, waits), budgets=4.1))
+    assert waits in found.summary
+    assert "Answer what asks at that line" in found.advice[0].text
+
+
 def test_a_hang_lasts_until_the_newest_sample_of_its_training():
     script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
     sampled, size = [START_SECONDS + 52 + 60 * minute for minute in range(11)], [2**30] * 11
