@@ -9,7 +9,7 @@ from collector.diagnosis.loading.loaders import is_made_again
 from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
 from collector.diagnosis.stalls.case import LoadingCase
-from collector.diagnosis.tuning.what_if import Forecast, Option, option_text
+from collector.diagnosis.tuning.what_if import Forecast, Option, forecast, option_text
 from collector.findings import Advice, Fault
 from collector.units import duration, number, percent, size
 
@@ -98,6 +98,16 @@ def fault_of_fetches(limit: WorkerLimit, outlook: Forecast | str) -> Fault | Non
         return limit.fault
     best = outlook.best if isinstance(outlook, Forecast) else None
     return "your settings" if best and best.wait_ratio < _HEALTHY_WAIT_RATIO else limit.fault
+
+
+def advise_stragglers(case: LoadingCase) -> tuple[Advice, ...]:
+    """Return the setting that the replay recommends for a few slow batches, and advice on these themselves."""
+    alike = Advice(
+        text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
+        expected=f"up to {percent(case.steady.tail_wait_ratio)} of the waiting disappears",
+        effect="changes results",
+    )
+    return _by_replay(forecast(case.loop), (alike,), also="")
 
 
 def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:

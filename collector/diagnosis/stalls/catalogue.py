@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pandas as pd
@@ -14,7 +13,13 @@ from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace
 from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.training import step_at
-from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, cheaper_collate, fault_of_fetches
+from collector.diagnosis.stalls.advice import (
+    advise_fetches,
+    advise_inline,
+    advise_stragglers,
+    cheaper_collate,
+    fault_of_fetches,
+)
 from collector.diagnosis.stalls.case import LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
@@ -305,9 +310,6 @@ def straggler_samples(case: LoadingCase) -> Finding:
     """Return a finding for a few batches that take far longer; it lists the slowest by epoch and index."""
     loop, steady = case.loop, case.steady
     fetches = steady_fetches(loop)
-    workers, prefetch = loop.num_workers, loop.prefetch_factor
-    needed = steady.fetch_p99 / (workers * max(steady.consumer, HAND_OVER_SECONDS))
-    depth = max(prefetch + 1, math.ceil(needed))
     return Finding(
         kind="straggler-samples",
         summary=f"A few batches hold up the training: {percent(steady.tail_ratio)} of the batches of loader "
@@ -322,20 +324,7 @@ def straggler_samples(case: LoadingCase) -> Finding:
             ),
             _slowest_batches(fetches[is_tail(fetches)]),
         ),
-        advice=(
-            Advice(
-                text=f"Set prefetch_factor={depth}",
-                expected=f"a batch may then take {duration(depth * workers * steady.consumer)} before the loop "
-                f"waits (now {duration(prefetch * workers * steady.consumer)}); host memory holds up to "
-                f"{depth * workers + 1} batches",
-                effect="changes memory",
-            ),
-            Advice(
-                text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
-                expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting disappears",
-                effect="changes results",
-            ),
-        ),
+        advice=advise_stragglers(case),
         **case.facts("worker"),
     )
 

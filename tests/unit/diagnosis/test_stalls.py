@@ -217,6 +217,16 @@ def test_straggling_samples_are_no_slow_worker(period):
     assert kinds(found) == [("straggler-samples", None)]
     listed = {each.name: each.value for each in found[0].evidence}["straggler_batches"]
     assert listed == ", ".join(f"0:{index}" for index in range(period, 400, period))
+    assert found[0].advice[0].text.startswith("Set num_workers=")  # longer queues outlast them
+
+
+def test_a_setting_that_may_gain_nothing_comes_after_the_advice_on_slow_samples():
+    def service(generator, _, index):
+        return 0.02 * (60 if index % 100 == 0 else 1) * float(np.exp(generator.normal(0, 0.05)))
+
+    (found,) = verdict(workers=4, prefetch=2, service=service, consumer=jittered(0.01), batches=400)
+    assert found.kind == "straggler-samples"
+    assert [advice.text[:8] for advice in found.advice] == ["Find the", "Set num_"]
 
 
 def test_few_slow_batches_that_take_most_of_the_time_are_named():
