@@ -29,7 +29,7 @@ _NOISE_SPREADS = 8.0  # a pause takes this many spreads longer than the usual st
 _MOST_PAUSES = 0.2  # share of the steps; pauses are 5 steps apart or more, else they are the usual step
 #: Steps of a training among which pauses can be found.
 LEAST_STEPS = _FIRST_STEPS + round(_MIN_PAUSES / _MOST_PAUSES)
-_LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
+_LEAST_PAUSE = 0.25  # share of the length from which on pauses take half of the time of all
 _REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth, or a multiple of it
 _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
 _ODD_PHASE = 2.0  # times a phase's share of the usual step: waits for a core fall on all phases alike
@@ -220,10 +220,19 @@ def _long_steps(
     again = [event for event in tables.events_of("compilation", by=main) if event["reason"] is not None]
     is_pause &= ns_in(again, steps) == 0
     at = np.flatnonzero(is_pause)
-    if not len(at):
-        return at
-    # Leave out single steps that are somewhat longer by chance.
-    return at[work[at] - usual >= _LEAST_PAUSE * np.quantile(work[at] - usual, 0.75)]
+    excess = work[at] - usual
+    while len(at) >= _MIN_PAUSES:
+        is_long = excess >= _LEAST_PAUSE * _most_time(excess)  # others are somewhat longer by chance
+        if is_long.sum() >= _MIN_PAUSES:
+            return at[is_long]
+        at, excess = at[~is_long], excess[~is_long]  # a few that are far longer still have another cause
+    return at[:0]
+
+
+def _most_time(lengths: Floats) -> float:
+    """Return the length from which on the longest take half of the time of all."""
+    descending = np.sort(lengths)[::-1]
+    return float(descending[np.searchsorted(np.cumsum(descending), descending.sum() / 2)])
 
 
 def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tuple[str, float]:

@@ -24,6 +24,20 @@ def test_regular_pauses_are_found(pause, distance, kinds):
         assert found["main-thread-pause"].locus.stage == "other"
 
 
+@pytest.mark.parametrize("longest", [0.0, 40.0])
+def test_regular_pauses_stand_out_from_many_steps_that_other_programs_lengthen(longest):
+    """A sixth of the steps takes two to four times as long, in the second half; or one takes 40 s."""
+
+    def consumer(generator, k):
+        is_late = k > 400 and generator.random() < 1 / 3
+        pause = 1.0 if k % 50 == 0 else longest if k == 420 else 0.0
+        return jittered(0.012, 0.02)(generator) * (generator.uniform(2, 4) if is_late else 1.0) + pause
+
+    run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800}
+    pause = loading_findings(simulate(**run))[1]["main-thread-pause"]
+    assert pause.summary.startswith("Every 50 steps training pauses for 1 s")
+
+
 def test_pauses_that_fall_on_the_start_of_some_epochs_are_regular():
     """Epochs of 100 steps, and a pause every 25 steps: each fourth is in the step in which an epoch starts."""
 
