@@ -42,7 +42,7 @@ HANGS = {
     "flock": ("worker", "blocked on a file lock"),
     "stopped": ("worker", "suspended"),
     "pipe": ("worker", "waiting for a pipe"),
-    "full_pipe": ("worker", "waiting for a pipe"),
+    "full_pipe": ("worker", "waiting for a full pipe"),
     "network": ("worker", "waiting for the network"),
     "server": ("worker", "waiting for the network"),
     "download": ("worker", "waiting for the network"),

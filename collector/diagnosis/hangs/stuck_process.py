@@ -164,8 +164,11 @@ class Process:
 
     @property
     def awaits(self) -> str | None:
-        """The thing that another thread or process of the program should deliver to its main thread, if any."""
-        if self.main is None:
+        """The thing that another thread or process of the program should deliver to its main thread, if any.
+
+        A worker without an index has nothing to do: only its feeder may be stuck.
+        """
+        if self.main is None or self.activity == WAITS_FOR_INDEX:
             return None
         if self.feeder is not None and any(is_in(frame, *_ENDING) for frame in self.main.frames):
             return AWAITS_TAKER

@@ -8,6 +8,7 @@ from hanging_trainings import only, stacks, training
 from simulated_runs import MAIN, MIB, START_SECONDS, sample_process
 from stack_events import (
     FOR_A_BATCH,
+    FOR_AN_INDEX,
     IN_A_SAMPLE,
     IN_MAIN,
     LIBRARY,
@@ -92,6 +93,18 @@ def with_thread(script, name, frames, waits=LOCK):
         if event["kind"] == "stacks":
             event["processes"][0]["threads"].append({"thread": name, "waits": waits, "frames": frames})
     return script
+
+
+def test_a_worker_whose_feeder_is_stuck_is_told_of_the_feeder_not_of_the_queue_of_indices():
+    feeding = [
+        ["Batch.__reduce__", "/home/me/data.py", 9],
+        ["Queue._feed", f"{LIBRARY}/multiprocessing/queues.py", 1],
+    ]
+    workers = [process(key, FOR_AN_INDEX, POLL) for key in WORKERS]
+    script = stacks(training(), *workers, process(MAIN, FOR_A_BATCH, POLL))
+    finding = only(with_thread(script, "QueueFeederThread", feeding))
+    assert (finding.severity, finding.locus.worker) == ("critical", 0)
+    assert f"it is {LOCK} in Batch.__reduce__, data.py:9" in finding.summary
 
 
 @pytest.mark.parametrize("thread", ["loader", "QueueFeederThread"])
