@@ -32,7 +32,7 @@ _NATIVE_TIMEOUT_SECONDS = 60
 #: Waits whose target /proc may tell.
 _WITH_TARGET = (
     *("waiting for a child", "waiting for a disk", "waiting for the network"),
-    *("waiting for NFS", "waiting for a FUSE", "blocked on a file lock", "waiting for a pipe or socket"),
+    *("waiting for NFS", "waiting for a FUSE", "blocked on a file lock", "waiting for a pipe"),
 )
 _MISSING = "py-spy is not installed; install it with: pip install 'tidegauge[collector]'"
 _NOT_ALLOWED = "reading another process's memory is not allowed here; "
