@@ -232,6 +232,21 @@ def test_another_optimizer_ends_steps_if_the_first_is_unused_or_gone(steps):
     assert recorded == [0, 1, 2, 3, 4]
 
 
+def test_optimizers_that_end_together_end_no_step_of_their_own(steps):
+    """The last calls of a function run when its optimizers are gone."""
+    hook, recorded = steps
+    optimizers = [Optimizer() for _ in range(3)]
+    references = [weakref.ref(optimizer) for optimizer in optimizers]
+    play(hook, *optimizers * 2)
+    optimizers.clear()
+    for reference in references:
+        hook.on_step_begin(time.monotonic_ns(), threading.get_ident(), reference)
+        hook.on_step_end(time.monotonic_ns(), reference)
+    assert recorded == [0, 1, 2]
+    play(hook, Optimizer())
+    assert recorded == [0, 1, 2, 3]
+
+
 def test_removed_hook_restores_the_original_and_keeps_later_wrappers():
     class Owner:
         def method(self):

@@ -1,7 +1,9 @@
 """Step boundaries and phases: torch's global optimizer hooks, and the call that starts a backward pass.
 
 With several optimizers (a GAN, say) the one that stepped first leads: a step ends when the leader has stepped. When
-another one steps twice in between, the leader is gone or frozen, and the other one leads from then on.
+another one steps twice in between, the leader is gone or frozen, and the other one leads from then on. A new one leads
+at once if the leader is gone. One that took turns with it does not: calls are deferred, so the leader may have gone
+only after that step.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class StepHook(Hook):
         self._optimizers_hook = Hook("optimizer")
         self._leader: Callable[[], Any] = _no_optimizer
         self._follower: Callable[[], Any] = _no_optimizer
+        self._turn: dict[int, Callable[[], Any]] = {}  # by id: those that stepped since the leader did
+        self._last_turn: dict[int, Callable[[], Any]] = {}
 
     def on_step_begin(
         self,
@@ -90,6 +94,8 @@ class StepHook(Hook):
         if progress.ended_by == UNIT_OPTIMIZER and self._leader is optimizer:
             progress.end(current, now_ns, cpu_ns)
             self._follower = _no_optimizer
+            if self._turn:
+                self._last_turn, self._turn = self._turn, {}
 
     def read_optimizers(self, now_ns: int) -> None:
         """Record the memory of the optimizers, if that is due; called when one of them has stepped."""
@@ -101,9 +107,11 @@ class StepHook(Hook):
         return self._leader is optimizer or self._leader() is None
 
     def _take_lead(self, optimizer: Callable[[], Any]) -> bool:
-        if self._leader() is None or self._follower is optimizer:
-            self._leader = optimizer
+        is_new = id(optimizer) not in self._turn and id(optimizer) not in self._last_turn
+        if (is_new and self._leader() is None) or self._follower is optimizer:
+            self._leader, self._turn, self._last_turn = optimizer, {}, {}
             return True
+        self._turn[id(optimizer)] = optimizer
         if self._follower() is None:
             self._follower = optimizer
         return False
