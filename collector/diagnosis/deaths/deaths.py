@@ -58,6 +58,10 @@ _QUOTED_CHARACTERS = 300
 #: Longest time without a sample for which CPU time is estimated.
 _LONGEST_GAP_NS = 5 * SECOND_NS
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
+#: Exceptions by which a launcher reports that its child failed: those of subprocess, torchrun and mp.spawn.
+_REPORTS_OF_A_CHILD = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+#: Exit status of a Python program that an exception ended; launchers and shells pass it on.
+_EXCEPTION_STATUS = 1
 
 
 def find_deaths(tables: RunTables) -> list[Finding]:
@@ -182,9 +186,10 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     if life.exit_status == 0:
         return _survived_crashes(life)
     victim_mains = {victim.main for victim in victims}
+    raised = life.exceptions_above if life.mains else _raised_before_training(life)
     causes = [
         (key, event)
-        for key, event in life.exceptions_above.items()
+        for key, event in raised.items()
         if key not in victim_mains
         and (key in life.mains or not victims)
         and signal_raised(event) is None
@@ -199,6 +204,20 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
         findings += _failed_exit(life, code)
     return findings
+
+
+def _raised_before_training(life: Lifecycle) -> Mapping[ProcessKey, Mapping[str, Any]]:
+    """Return the exception of a child that ended a command in which nothing trained, else the command's own.
+
+    Of ranks, the first one to raise is the cause of the rest. Of other children the last one is: a program goes on
+    after the failure of a helper.
+    """
+    in_order = sorted(life.exceptions.items(), key=lambda item: item[1]["time_ns"])
+    causes = [(key, event) for key, event in in_order if event.get("type") not in _REPORTS_OF_A_CHILD]
+    if life.exit_status != _EXCEPTION_STATUS or life.command in dict(causes):
+        return life.exceptions_above
+    ranks = [(key, event) for key, event in causes if event.get("rank") is not None]
+    return dict(ranks[:1] or causes[-1:]) or life.exceptions_above
 
 
 def _survived_crashes(life: Lifecycle) -> list[Finding]:

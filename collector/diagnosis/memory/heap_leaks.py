@@ -156,8 +156,8 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
         return bounded_finding(use, filling, witnesses, fills=f"{process} fills")
     growing = GrowingUse(use, trend, witnesses)
     may_be_starting = not (is_iterating or iterates(tables, key)) and growing.lasted_seconds < LOADING_SECONDS
-    if may_be_starting and tables.goes_on:
-        return None  # its first iteration, or more time, will tell
+    if may_be_starting and (tables.goes_on or life.exceptions):
+        return None  # its first iteration, or more time, would tell
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
     leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, thread_counts)

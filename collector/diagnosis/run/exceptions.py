@@ -18,7 +18,8 @@ from collector.diagnosis.run.processes import message_lines
 from collector.stacks import Frame
 from collector.store import ProcessKey
 
-_FROM_WORKER = "in DataLoader worker process"
+#: First lines of messages that pass on the exception of a DataLoader worker, or of a process of mp.spawn.
+_PASSED_ON = re.compile(r"in DataLoader worker process|terminated with the following error")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
@@ -55,7 +56,7 @@ def exception_of(life: Lifecycle, key: ProcessKey) -> Raised:
     """Return the uncaught exception of a process that has one."""
     event = life.exceptions[key]
     lines, raiser = message_lines(event), life.raiser(key)
-    if raiser == key and _FROM_WORKER not in lines[0]:
+    if not _PASSED_ON.search(lines[0]):
         return raised_in(event, key)
     kind, message = _quoted(lines)
     site = _own_frame(str(event["message"])) or event.get("site")
@@ -79,7 +80,7 @@ def _quoted(lines: Sequence[str]) -> tuple[str, Sequence[str]]:
     after = lines[frames[-1] + 1 :] if frames else lines[-1:]
     first, *rest = list(dropwhile(lambda line: line.startswith(" "), after)) or lines[-1:]
     kind, _, message = first.partition(": ")
-    return kind.rpartition(".")[2], (message, *rest)
+    return kind.rpartition(".")[2], [line for line in (message, *rest) if line] or [""]
 
 
 def _own_frame(text: str) -> str | None:

@@ -334,8 +334,10 @@ def ranks(parent=99, count=2):
     return script, ("node", parent, 4000)
 
 
-def test_an_exception_that_the_launcher_passes_on_is_told_of_the_process_that_raised_it():
-    script, launcher = ranks()
+@pytest.mark.parametrize("message", [" the loss is no number:", " \nthe loss is no number:"])
+@pytest.mark.parametrize(("count", "rank", "pid"), [(2, 1, 201), (0, None, 99)])  # of none that had begun to train
+def test_an_exception_that_the_launcher_passes_on_is_told_of_the_process_that_raised_it(message, count, rank, pid):
+    script, launcher = ranks(count=count)
     text = """
 
 -- Process 1 terminated with the following error:
@@ -343,13 +345,38 @@ Traceback (most recent call last):
   File "/home/me/train.py", line 9, in step
     raise ValueError("boom")
     ^^^^^^^^^^^^^^^^^^^^^^^^
-ValueError: the loss is no number:
-  it is nan"""
+ValueError:"""
+    text += f"{message}\n  it is nan"
     raised = {"type": "ProcessRaisedException", "message": text, "site": "/home/me/start.py:3, in <module>"}
     script.event(START_SECONDS + 9, "exception", launcher, **raised)
     found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
-    assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("crashed", 1, 201)]
+    assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("crashed", rank, pid)]
     assert "ended with ValueError at train.py:9, in step: the loss is no number:" in found[0].summary
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "exit_status", "cause"),
+    [
+        ("CalledProcessError", (None, None), 1, 202),  # accelerate launch; the first child was a helper
+        ("ChildFailedError", (0, 1), 1, 201),  # torchrun: the second rank lost its peer
+        (None, (None, None), 1, 202),  # a shell
+        (None, (None, None), 2, None),  # a shell with a status of its own
+        ("OSError", (None, None), 1, 99),  # then its children lost their parent
+        ("CalledProcessError", (), 1, 99),  # its child is no Python program
+    ],
+)
+def test_a_child_that_raises_before_it_trains_is_the_cause(launcher, ranks, exit_status, cause):
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    for number, rank in enumerate(ranks, 1):
+        raised = {"type": "ImportError", "message": f"of child {number}"}
+        script.event(START_SECONDS + number, "exception", ("node", 200 + number, 8000), rank, **raised)
+    if launcher:
+        script.event(START_SECONDS + 3, "exception", ("node", 99, 4000), type=launcher, message="of the launcher")
+    verdict = diagnose(end_run(script, exit_status).tables())
+    assert verdict.status == "failed"
+    found = [(one.kind, one.locus.pid) for one in verdict.findings if one.kind in DEATHS]
+    assert found == ([("crashed", cause)] if cause else [])
 
 
 @pytest.mark.parametrize(("exit_status", "severity"), [(-9, "warning"), (-15, "warning"), (-2, "info")])

@@ -89,6 +89,13 @@ def test_short_growth_without_iterations_is_information():
     assert found.severity == "info"
 
 
+def test_growth_until_an_exception_before_the_first_iteration_is_none():
+    """It imported its modules."""
+    script = program(RAMP[:60])
+    script.event(START_SECONDS + 60, "exception", type="ValueError", message="no such option")
+    assert leaks(finish(script, exit_status=1)) == []
+
+
 def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
     script = program(np.zeros(60))
     script.event(START_SECONDS, "process-start")
