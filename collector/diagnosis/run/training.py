@@ -155,9 +155,14 @@ def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
 
 
 def since_ready(tables: RunTables, key: ProcessKey, samples: pd.DataFrame) -> pd.DataFrame:
-    """Return a worker's samples from the time it was ready. A spawned one imports modules before."""
+    """Return a worker's samples from the time it was ready. A spawned one imports modules before.
+
+    All of them, if workers have no hooks and record nothing.
+    """
     ready = {event["kind"]: event["time_ns"] for event in tables.events_of("worker-start", "worker-ready", by=key)}
-    return between(samples, ready.get("worker-ready", math.inf), math.inf) if ready else samples
+    if not ready and not tables.events_of("worker-start") and len(tables.stream("batch")):
+        return samples
+    return between(samples, ready.get("worker-ready", math.inf), math.inf)
 
 
 @once

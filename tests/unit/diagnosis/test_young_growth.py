@@ -107,6 +107,16 @@ def test_what_a_spawned_worker_imports_before_it_is_ready_is_no_growth(startup):
     assert short_run(np.zeros_like, **imports) == []
 
 
+@pytest.mark.parametrize(("batches", "count"), [(False, 0), (True, 1)])  # with batches, the workers have no hooks
+def test_what_a_spawned_worker_imports_before_it_records_anything_is_no_growth(batches, count):
+    script = simulated(np.zeros_like, workers=straight(6.0), start_method="spawn")
+    script.events = [event for event in script.events if not event["kind"].startswith("worker-")]
+    for stream in ("fetch", "step", *([] if batches else ["batch"])):
+        del script.parts[stream]
+    found = [one for one in diagnose(script.tables()).findings if one.kind == "worker-heap-leak"]
+    assert len(found) == count
+
+
 @pytest.mark.parametrize(
     ("course", "name"),
     [
