@@ -1,9 +1,9 @@
 """Step boundaries and phases: torch's global optimizer hooks, and the call that starts a backward pass.
 
 With several optimizers (a GAN, say) the one that stepped first leads: a step ends when the leader has stepped. When
-another one steps twice in between, the leader is gone or frozen, and the other one leads from then on.
-A new one leads at once if the leader is gone. One that took turns with it does not: calls are deferred, so the
-leader may have gone only after that step.
+another one steps twice in between, the leader is gone or frozen, and the other one leads from then on. A new one leads
+at once if the leader is gone. One that took turns with it does not: calls are deferred, so the leader may have gone
+only after that step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.records import UNIT_OPTIMIZER, UNIT_SCRIPT
 
 FASTAI = "fastai.optimizer"
+#: Optimizers that are remembered of those that take turns: a loop may make a new one for each of its steps.
+_TURN_AT_MOST = 1000
 
 
 def _no_optimizer() -> None:
@@ -111,7 +113,8 @@ class StepHook(Hook):
         if (is_new and self._leader() is None) or self._follower is optimizer:
             self._leader, self._turn, self._last_turn = optimizer, {}, {}
             return True
-        self._turn[id(optimizer)] = optimizer
+        if len(self._turn) < _TURN_AT_MOST:
+            self._turn[id(optimizer)] = optimizer
         if self._follower() is None:
             self._follower = optimizer
         return False
