@@ -121,7 +121,7 @@ def _part_of_devices(tables: RunTables) -> str:
 def _loading(tables: RunTables) -> str:
     found = loops(tables)
     if not found:
-        return "no DataLoader seen"
+        return "no batch came" if tables.events_of("loader") else "no DataLoader seen"
     return _too_few(max(len(loop.batches) for loop in found), MIN_BATCHES, "batches")
 
 

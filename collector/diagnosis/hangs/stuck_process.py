@@ -36,8 +36,6 @@ from collector.units import duration
 
 #: Dumps of the stacks of one host that follow each other (`stacks` events), the newest last.
 Series: TypeAlias = Sequence[Mapping[str, Any]]
-#: Dumps of one series follow each other within this time.
-_SERIES_SECONDS = 30.0
 #: A process that takes this share of a core is computing, not blocked.
 _BUSY_RATIO = 0.5
 _MOST_THREADS = 2  # of the threads of a process that a sentence names
@@ -300,9 +298,13 @@ def sampled_seconds_after(dump_ns: float, samples: pd.DataFrame) -> float:
 
 
 def last_series(events: Series) -> Series:
-    """Return the last three `stacks` events of a host, or fewer, if these are of one series."""
+    """Return the last three `stacks` events of a host, or fewer, of one silence.
+
+    They are one series. If the last one was broken off, as by the signal that ended the run, some are of the one before.
+    """
     last = events[-1]
-    return [event for event in events if last["time_ns"] - event["time_ns"] <= _SERIES_SECONDS * 1e9][-3:]
+    silent_seconds = max(last["idle_seconds"] or 0.0, *(entry["silent_seconds"] for entry in last["silent"]), 0.0)
+    return [event for event in events if last["time_ns"] - event["time_ns"] < silent_seconds * SECOND_NS][-3:]
 
 
 def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:

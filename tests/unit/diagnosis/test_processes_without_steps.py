@@ -89,6 +89,15 @@ def test_short_growth_without_iterations_is_information():
     assert found.severity == "info"
 
 
+def test_growth_before_the_first_batch_that_failed_is_no_leak():
+    script = finish(program(RAMP[:60]))
+    script.event(SECONDS[59], "process-start")
+    script.event(SECONDS[59], "loader", loader=0, num_workers=2)
+    verdict = diagnose(script.tables())
+    assert verdict.findings == ()
+    assert {check.name: check.reason for check in verdict.checks}["data loading"] == "no batch came"
+
+
 def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
     script = program(np.zeros(60))
     script.event(START_SECONDS, "process-start")
