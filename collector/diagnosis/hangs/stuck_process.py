@@ -300,7 +300,8 @@ def sampled_seconds_after(dump_ns: float, samples: pd.DataFrame) -> float:
 def last_series(events: Series) -> Series:
     """Return the last three `stacks` events of a host, or fewer, of one silence.
 
-    They are one series. If the last one was broken off, as by the signal that ended the run, some are of the one before.
+    They are one series. If the last one was broken off, as by the signal that ended the run, some are of the one
+    before.
     """
     last = events[-1]
     silent_seconds = max(last["idle_seconds"] or 0.0, *(entry["silent_seconds"] for entry in last["silent"]), 0.0)
