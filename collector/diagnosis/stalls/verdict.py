@@ -59,9 +59,8 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
-        if idle := idle_workers(whole_loop):
-            findings.append(idle_workers_finding(whole_loop, idle))
-            loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
+        idle, before = idle_workers(whole_loop), len(findings)
+        loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
         at_epochs = _epoch_costs(whole_loop, None if missing else steady)
@@ -78,6 +77,9 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             batches = 0 if steady is None else steady.batches
             too_short_loops.append(catalogue.too_short(loop, missing, batches))
         findings += at_epochs
+        if idle:
+            others_too_slow = any(finding.kind == "workers-too-slow" for finding in findings[before:])
+            findings.append(idle_workers_finding(whole_loop, idle, others_too_slow=others_too_slow))
     return without_repeats(findings) or too_short_loops[:1]
 
 
