@@ -119,7 +119,7 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
         ("OSError", "[Errno 28] No space left on device", "", "Check the room and the quota"),
         ("OSError", "[Errno 27] File too large", "", "Check `ulimit -f`"),
         ("RuntimeError", "Trying to backward through the graph a second time (or …", "", "Detach what a step"),
-        ("RuntimeError", "… has been modified by an inplace operation: [torch.FloatTensor", "", "Run once under"),
+        ("RuntimeError", "… has been modified by an inplace operation: [torch.FloatTensor", "", "hidden state"),
         (
             "RuntimeError",
             "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534",
