@@ -119,7 +119,7 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
         ("OSError", "[Errno 28] No space left on device", "", "Check the room and the quota"),
         ("OSError", "[Errno 27] File too large", "", "Check `ulimit -f`"),
         ("RuntimeError", "Trying to backward through the graph a second time (or …", "", "Detach what a step"),
-        ("RuntimeError", "… has been modified by an inplace operation: [torch.FloatTensor", "", "hidden state"),
+        ("RuntimeError", "… has been modified by an inplace operation: [torch.FloatTensor", "", "Run once under"),
         (
             "RuntimeError",
             "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534",
@@ -204,6 +204,11 @@ def test_known_error_comes_with_advice_for_its_cause_and_then_the_traceback(kind
     first, *_, last = crash(kind, message, trace=f"Traceback\n{trace}\n{kind}: {message}").advice
     assert first.text.startswith(advice)
     assert last.text.startswith("Read the traceback")
+
+
+def test_a_weight_that_the_optimizer_changed_is_no_operation_of_the_forward_pass():
+    first, *_ = crash("RuntimeError", "… modified by an inplace operation: [torch.FloatTensor [64, 8]] …").advice
+    assert "optimizer.step() changed its weights: detach()" in first.text
 
 
 @pytest.mark.parametrize(
