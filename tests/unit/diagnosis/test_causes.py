@@ -430,7 +430,9 @@ def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others(
     assert idle.severity == "info"
     assert "2 of 4 workers of loader 0 never made a batch (workers 2 and 3)" in idle.summary
     assert [advice.text.partition(" shards")[0] for advice in idle.advice] == ["Split the data into at least 4"]
-    assert "workers-too-slow" in found
+    slow = [advice.text for advice in found["workers-too-slow"].advice]
+    assert slow[0].startswith("Split the data into at least 4 shards")
+    assert not any(text.startswith("Set num_workers") for text in slow)
 
 
 def test_workers_without_a_shard_are_too_many_where_the_others_keep_up():
