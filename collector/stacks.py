@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from collector.findings import Locus
 
-#: Folders of the standard library and of installed packages, in any environment.
-_LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/(?!jobs/)|^<|^$")
+_HOOK_PATH = re.compile(r"/training_harness/(?!jobs/)")
+#: Folders of the standard library and of installed packages, in any environment, and of the hooks.
+_LIBRARY_PATH = re.compile(rf"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|{_HOOK_PATH.pattern}|^<|^$")
 #: The part of a library's path that names its module.
 _MODULE_PATH = re.compile(r".*(?:/python3(?:\.\d+)?|-packages)/(.+?)(?:/__init__)?\.py$")
 #: A forked process keeps its parent's frames below the one that began its own work.
@@ -108,6 +109,11 @@ class Frame(NamedTuple):
     def is_own(self) -> bool:
         """True for the user's own file, not the standard library's, an installed package's or ours."""
         return self.line > 0 and _LIBRARY_PATH.search(self.path) is None
+
+    @property
+    def is_hook(self) -> bool:
+        """True for a frame of ours, which only calls what it stands for."""
+        return _HOOK_PATH.search(self.path) is not None
 
     @property
     def full_name(self) -> str:

@@ -43,7 +43,7 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     if obstacle and name in _OF_HOOKS and life.watched and not life.mains:
         obstacle = "watched from outside"
     found = [finding for finding in findings if _leads_to(name, finding)]
-    if any(finding.severity != "info" for finding in found) or (obstacle and found):
+    if any(finding.severity != "info" or finding.consequence_of for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
     suspects = [finding for finding in findings if name in KINDS[finding.suspected].checks and finding not in found]
     growths = [finding for finding in found if finding.group == "memory leak"]
@@ -121,7 +121,7 @@ def _part_of_devices(tables: RunTables) -> str:
 def _loading(tables: RunTables) -> str:
     found = loops(tables)
     if not found:
-        return "no DataLoader seen"
+        return "no batch came" if tables.events_of("loader") else "no DataLoader seen"
     return _too_few(max(len(loop.batches) for loop in found), MIN_BATCHES, "batches")
 
 

@@ -88,7 +88,7 @@ class Outlets:
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
         self._run: Run | None = None
-        self._has_ended = False
+        self._has_started = self._has_ended = False
         self._name = ""
         self._verdicts: LiveVerdicts | None = None
         self.headroom = Headroom()
@@ -157,8 +157,13 @@ class Outlets:
             self._investigator.note_event(event)
         self.before_oom.note_event(event)
         self._settings.note_event(event)
-        if self.before_oom.is_wanted and self._verdicts is not None:
+        if self._verdicts is None:
+            return
+        if self.before_oom.is_wanted:
             self._is_regular = self._verdicts.is_regular = True
+        if event["kind"] == "process-start" and not self._has_started:
+            self._has_started = True
+            self._verdicts.restart()  # a verdict on its imports delays none on the training
 
     def run_ended(self) -> None:
         """Stop verdicts, a running one too, and take back open requests."""

@@ -71,6 +71,7 @@ class LiveVerdicts:
         self._publish = publish
         self._settings = settings
         self._last_begin_ns: int | None = None
+        self._is_first = True
         self._is_hurried = False
         self._cost_seconds = 0.0
         self._child: subprocess.Popen[bytes] | None = None
@@ -81,12 +82,17 @@ class LiveVerdicts:
         """Begin a verdict if one is due and none is being made; the first waits one interval."""
         if self._last_begin_ns is None:
             self._last_begin_ns = now_ns
-        pause_ns = pause_seconds(self._cost_seconds, nearest_seconds) * 1e9
+        cost_seconds = 0.0 if self._is_first else self._cost_seconds
+        pause_ns = pause_seconds(cost_seconds, nearest_seconds) * 1e9
         is_due = self._is_hurried or (self.is_regular and now_ns - self._last_begin_ns >= pause_ns)
         if is_due and (self._thread is None or not self._thread.is_alive()):
-            self._last_begin_ns, self._is_hurried = now_ns, False
+            self._last_begin_ns, self._is_hurried, self._is_first = now_ns, False, False
             self._thread = threading.Thread(target=self._judge, args=(problems,), name="verdict", daemon=True)
             self._thread.start()
+
+    def restart(self) -> None:
+        """Let the next verdict come one shortest pause after the next tick, whatever the last one cost."""
+        self._last_begin_ns, self._is_first = None, True
 
     def hurry(self) -> None:
         """Make a verdict at the next tick, whatever the pause."""

@@ -343,7 +343,9 @@ _UNUSED = _known(
 )
 _IN_PLACE = _known(
     "Run once under torch.autograd.set_detect_anomaly(True), which names the forward line, and write the operation "
-    "there that changes a tensor in place (`+=`, `x[...] =`, relu_) as one that makes a new tensor",
+    "there that changes a tensor in place (`+=`, `x[...] =`, relu_) as one that makes a new tensor. If the line is "
+    "that of a step before, optimizer.step() changed its weights: detach() what a step keeps for the next one, "
+    "such as a hidden state, and drop retain_graph=True",
     "the backward pass finds the values of the forward pass",
     "your code",
 )

@@ -174,14 +174,17 @@ HANG_OF_RANK = replace(
 )
 
 
-def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
-    """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
+def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool, is_forked: bool = False) -> Finding:
+    """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more.
+
+    A process that `is_forked` is a copy of another one, besides a worker.
+    """
     kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]
     if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
         remedies = [_READ_OUTPUT]
     if kind == "blocked on a lock" and hang.locus.role != "worker":
-        remedies = [_OWN_LOCK if hang.locus.role == "main" else _FORKED_LOCK]
+        remedies = [_OWN_LOCK if hang.locus.role == "main" and not is_forked else _FORKED_LOCK]
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
     if goes_on:
         advice.append(_LOOK_AGAIN)

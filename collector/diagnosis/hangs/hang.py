@@ -25,6 +25,7 @@ from collector.diagnosis.hangs.stuck_process import (
     helpers_compute,
     last_series,
     processes_of,
+    raised_elsewhere,
     sampled_seconds_after,
     stuck_child,
     who_holds_up,
@@ -119,7 +120,7 @@ def _silent_in(life: Lifecycle, series: Series) -> _Silent:
     last, silent = series[-1], {}
     for entry in last["silent"]:
         key = key_of({**entry, "host": last["host"]})
-        if key and not _went_on(life, key, last["time_ns"]):
+        if key and not (_went_on(life, key, last["time_ns"]) or raised_elsewhere(life, key, last)):
             more_seconds = sampled_seconds_after(last["time_ns"], sampled(life.tables, key))
             silent[key] = {**entry, "lasted_seconds": entry["silent_seconds"] + more_seconds}
     return silent

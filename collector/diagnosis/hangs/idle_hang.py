@@ -154,5 +154,13 @@ def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
         held=hang.held,
         silent=duration(lasted_seconds),
     )
-    found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    found = catalogue.with_remedy(
+        found, waits, goes_on=life.status() == "running", is_forked=_is_forked(life, culprit)
+    )
     return catalogue.of_slow(found, transfer) if transfer else found
+
+
+def _is_forked(life: Lifecycle, process: Process) -> bool:
+    """Return whether a process has the command line of its parent, as only a fork has."""
+    parents = (key for key in life.programs if key[:2] == (process.key[0], process.parent_pid))
+    return any(life.programs[key] == life.programs.get(process.key) for key in parents)

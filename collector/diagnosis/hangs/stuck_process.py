@@ -13,7 +13,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import Lifecycle, signal_raised
 from collector.diagnosis.run.processes import rank_of
 from collector.findings import Evidence, Locus, fact
 from collector.stacks import (
@@ -36,8 +36,6 @@ from collector.units import duration
 
 #: Dumps of the stacks of one host that follow each other (`stacks` events), the newest last.
 Series: TypeAlias = Sequence[Mapping[str, Any]]
-#: Dumps of one series follow each other within this time.
-_SERIES_SECONDS = 30.0
 #: A process that takes this share of a core is computing, not blocked.
 _BUSY_RATIO = 0.5
 _MOST_THREADS = 2  # of the threads of a process that a sentence names
@@ -143,7 +141,8 @@ class Process:
         """The end of a sentence: ` in load, dataset.py:41`; a library that sleeps is named before it."""
         if self.frame is None or self._telling_stack is None:
             return ""
-        innermost, place = self._telling_stack.frames[0], f" in {_place_words(self.frame)}"
+        innermost = next((frame for frame in self._telling_stack.frames if not frame.is_hook), self.frame)
+        place = f" in {_place_words(self.frame)}"
         is_in_library = self.waits == ASLEEP and innermost != self.frame
         return f" in {innermost.full_name}, called{place}" if is_in_library else place
 
@@ -300,9 +299,24 @@ def sampled_seconds_after(dump_ns: float, samples: pd.DataFrame) -> float:
 
 
 def last_series(events: Series) -> Series:
-    """Return the last three `stacks` events of a host, or fewer, if these are of one series."""
+    """Return the last three `stacks` events of a host, or fewer, of one silence.
+
+    They are one series. If the last one was broken off, as by the signal that ended the run, some are of the one
+    before.
+    """
     last = events[-1]
-    return [event for event in events if last["time_ns"] - event["time_ns"] <= _SERIES_SECONDS * 1e9][-3:]
+    silent_seconds = max(last["idle_seconds"] or 0.0, *(entry["silent_seconds"] for entry in last["silent"]), 0.0)
+    return [event for event in events if last["time_ns"] - event["time_ns"] < silent_seconds * SECOND_NS][-3:]
+
+
+def raised_elsewhere(life: Lifecycle, key: ProcessKey, stacks: Mapping[str, Any]) -> bool:
+    """Return whether a process has raised an exception since, at a line that it did not stand in: it went on."""
+    error = life.exceptions.get(key)
+    if error is None or signal_raised(error) or error["time_ns"] <= stacks["time_ns"]:
+        return False
+    threads = (one["threads"] for one in stacks["processes"] if (one["pid"], one["start_ticks"]) == key[1:])
+    places = {f"{path}:{line}" for of_one in threads for one in of_one for _, path, line in one["frames"]}
+    return bool(places and error.get("site")) and str(error["site"]).partition(",")[0] not in places
 
 
 def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:

@@ -1,4 +1,7 @@
-"""Find exceptions that a DataLoader raised and the training survived: it goes on without those batches."""
+"""Find exceptions that a DataLoader raised and the training survived: it goes on without those batches.
+
+The training catches them, or they end a thread that iterates the loader for it.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,11 @@ _LOOK = Advice(
 _RAISE_ANOTHER = Advice(
     text="Catch StopIteration where `next()` is called in the dataset, and raise another exception or start again",
     expected="each epoch has all its batches, or the training ends with an error",
+)
+_HAND_ON = Advice(
+    text="Catch the exception in that thread and hand it on to the training, which may wait for the thread's "
+    "batches",
+    expected="the training ends with the exception, instead of waiting",
 )
 
 
@@ -59,14 +67,17 @@ def _finding(tables: RunTables, count: int, key: ProcessKey, events: list[Mappin
     batches = floats(written(tables, "batch", key), "loader")
     where = "A worker of loader" if event.get("in_worker") else "Loader"
     times = "once" if count == 1 else f"{number(count)} times"
-    ends_epochs = event.get("type") == "StopIteration"
-    if ends_epochs:
+    thread, is_warning, advice = _ended_thread(tables, key, event), True, _RAISE_ANOTHER
+    if event.get("type") == "StopIteration":
         effect = ". A for loop takes that for the end of the epoch: the batches after it are missing."
+    elif thread is not None:
+        effect, advice = f", and thread {thread} ended with it: it takes no more batches.", _HAND_ON
     else:
         effect = f", and the training caught it: {'that batch is' if count == 1 else 'those batches are'} missing."
+        is_warning, advice = False, _LOOK
     return Finding(
         kind="caught-errors",
-        severity="warning" if ends_epochs else "info",
+        severity="warning" if is_warning else "info",
         confidence=0.95,
         summary=f"{where} {loader} raised {event.get('type')}{f' at {site}' if site else ''} {times}{effect}",
         locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1], loader=loader),
@@ -76,5 +87,14 @@ def _finding(tables: RunTables, count: int, key: ProcessKey, events: list[Mappin
             fact("batches_count", int((batches == loader).sum()), "of this loader, recorded"),
             *([fact("exception", message[:200], "the last one recorded")] if message else []),
         ),
-        advice=(_RAISE_ANOTHER if ends_epochs else _LOOK,),
+        advice=(advice,),
     )
+
+
+def _ended_thread(tables: RunTables, key: ProcessKey, error: Mapping[str, Any]) -> str | None:
+    """Return the thread of the training process that an error of its loader ended, if any."""
+    error_ns = error.get("error_time_ns") or error["time_ns"]
+    for event in tables.events_of("thread-exception", by=key):
+        if event.get("type") == error.get("type") and event["time_ns"] >= error_ns:
+            return str(event.get("thread"))
+    return None

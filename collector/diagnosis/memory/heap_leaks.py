@@ -172,6 +172,9 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
     units = step_units(written(tables, "step", key))
     if resource is resources.HEAP and len(units) and (units < UNIT_OPTIMIZER).all():
         resource = resources.HEAP_OF_OUTPUTS
+    words = {}
+    if resource is resources.HEAP and _is_of_evaluation(growing, key):
+        resource, words = resources.HEAP_OF_OUTPUTS, {"per_step": ""}
     gauges = written(tables, "device_memory", key)
     in_use = {"pinned_active_rise_bytes": (seconds(gauges), floats(gauges, "pinned_active_bytes"))}
     if witnesses and (pinned := witnesses_of(growing.trend, in_use)):
@@ -181,6 +184,7 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
         replace(growing, witnesses=(*witnesses, *growing.half_slopes) if witnesses else ()),
         iterates=is_iterating,
         process=sentence(life.name(key)),
+        **words,
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(
@@ -189,6 +193,16 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
         confidence=certainty if trains and is_iterating else certainty - 0.15,
         summary=finding.summary + ("" if is_iterating else _AFTER_TRAINING if trains else _NO_ITERATIONS),
     )
+
+
+def _is_of_evaluation(growing: GrowingUse, key: ProcessKey) -> bool:
+    """Return whether most of a growth came with batches after the last step: an evaluation that keeps outputs."""
+    use, trend = growing.use, growing.trend
+    steps, batches = (seconds(written(use.tables, name, key)) for name in ("step", "batch"))
+    if not len(steps) or not (batches > steps[-1]).any():
+        return False
+    since_step = replace(trend, since_seconds=max(trend.since_seconds, float(steps[-1])))
+    return rise_since(use.times, use.values, since_step) >= CONFIRMED * trend.rise
 
 
 def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:

@@ -373,9 +373,9 @@ def young_growth(use: Use, trend: Growth | None, negligible: float) -> Growth | 
 def young_finding(growing: GrowingUse, *, negligible: float, grows: str) -> Finding:
     """Return the finding that a use grows, and how long the run has to be to tell a leak."""
     tables, trend = growing.use.tables, growing.trend
-    degree = "little" if trend.rise < negligible else "brief"
-    least_seconds = max(growing.least_seconds, negligible / (_MEASURED_RATIO * trend.slope))
-    missing = least_seconds - growing.lasted_seconds
+    seconds_to_grow = negligible / (_MEASURED_RATIO * trend.slope)
+    degree = "little" if seconds_to_grow > growing.least_seconds else "brief"
+    missing = max(growing.least_seconds, seconds_to_grow) - growing.lasted_seconds
     more = f"{_rounded(missing)} more would tell."
     if not tables.goes_on:
         # The run has other phases too, before the training and after it.

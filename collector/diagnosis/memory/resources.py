@@ -54,9 +54,10 @@ HEAP = Resource(
     unconfirmed=_READ_TOO_SELDOM,
     leak_advice=(
         Advice(
-            text="Look for what keeps a reference per step: losses or outputs kept with their graph (use .item() "
-            "or .detach()), metrics without reset(), itertools.cycle over a loader, hooks that store activations, "
-            "lists, caches and queues without bound, create_graph=True",
+            text="Look for what keeps a reference per step: losses, outputs or hidden states kept with their graph "
+            "(use .item() or .detach()), slices of large tensors (use .clone()), metrics without reset(), figures "
+            "without close(), exceptions, itertools.cycle over a loader, hooks that store activations, lists, "
+            "caches and queues without bound, create_graph=True",
             expected="the growth of {slope}/s stops",
         ),
     ),

@@ -50,7 +50,10 @@ _OTHERS_TOO = (
     " It fills faster: other programs fill it too, or processes of the run hold pages that they never read."
 )
 _UNKNOWN = " Neither the run's processes nor its cgroup nor the kernel's count shows as much: its owner is unknown."
-_UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
+_UNMAPPED = (
+    " The kernel's own count confirms it. No process of the run reads it: these are segments that were not "
+    "unlinked, batches that are kept and not read, or another program's files."
+)
 _FOREIGN = " No process of the run was seen to map it: it is another program's, or files that the run writes there."
 #: Process that Python starts with the first named segment or semaphore (multiprocessing/resource_tracker.py).
 _TRACKER = "multiprocessing.resource_tracker"

@@ -148,10 +148,14 @@ def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None
 def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     """Return the samples of a process by which its memory is judged.
 
-    A process that iterates is judged while it trains, any other one from its first sample to its teardown.
+    A process that iterates is judged while it trains, any other one to its teardown: from its first sample, or from
+    the time when it began to iterate and got no batch. Until then it imported modules and loaded its data.
     """
     rows = sampled(tables, key)
-    return while_training(tables, rows, key) if iterates(tables, key) else before_teardown(rows)
+    if iterates(tables, key):
+        return while_training(tables, rows, key)
+    begun_ns = min((event["time_ns"] for event in tables.events_of("process-start", by=key)), default=0)
+    return before_teardown(between(rows, begun_ns, math.inf))
 
 
 def since_ready(tables: RunTables, key: ProcessKey, samples: pd.DataFrame) -> pd.DataFrame:

@@ -101,8 +101,11 @@ def idle_workers(loop: Loop) -> list[int]:
     return sorted(set(range(loop.num_workers)) - at_work)
 
 
-def idle_workers_finding(loop: Loop, idle: list[int]) -> Finding:
-    """Return a finding for workers that made no batch in any whole epoch."""
+def idle_workers_finding(loop: Loop, idle: list[int], *, others_too_slow: bool) -> Finding:
+    """Return a finding for workers that made no batch in any whole epoch.
+
+    Fewer workers are no advice if those at work are too slow, unless there are no more batches to make.
+    """
     at_work, epochs = loop.num_workers - len(idle), loop.batches["epoch"].nunique()
     is_iterable = bool(loop.setting.get("iterable"))
     reason = "the dataset gives them no samples" if is_iterable else f"an epoch has at most {at_work} batches"
@@ -128,5 +131,5 @@ def idle_workers_finding(loop: Loop, idle: list[int]) -> Finding:
         evidence=measurements(
             epochs, "whole epochs", idle_workers=len(idle), batches_per_epoch=len(loop.batches) / epochs
         ),
-        advice=(fewer, more) if is_iterable else (fewer,),
+        advice=(fewer,) if not is_iterable else (more,) if others_too_slow else (fewer, more),
     )

@@ -33,7 +33,7 @@ from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, shard_skew
 from collector.diagnosis.stalls.uneven_pace import too_slow_at_times
 from collector.diagnosis.statistics.growth import Floats
-from collector.findings import Finding
+from collector.findings import Advice, Finding
 from collector.units import duration, percent
 
 MIN_BATCHES = 10
@@ -59,9 +59,8 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
-        if idle := idle_workers(whole_loop):
-            findings.append(idle_workers_finding(whole_loop, idle))
-            loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
+        idle, before = idle_workers(whole_loop), len(findings)
+        loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
         at_epochs = _epoch_costs(whole_loop, None if missing else steady)
@@ -78,7 +77,21 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             batches = 0 if steady is None else steady.batches
             too_short_loops.append(catalogue.too_short(loop, missing, batches))
         findings += at_epochs
+        if idle:
+            others_too_slow = any(finding.kind == "workers-too-slow" for finding in findings[before:])
+            of_idle = idle_workers_finding(whole_loop, idle, others_too_slow=others_too_slow)
+            if whole_loop.setting.get("iterable"):
+                findings[before:] = [_with_shards(finding, of_idle.advice[-1]) for finding in findings[before:]]
+            findings.append(of_idle)
     return without_repeats(findings) or too_short_loops[:1]
+
+
+def _with_shards(finding: Finding, split: Advice) -> Finding:
+    """Return a finding with the advice to split the data in place of more workers, which would get no samples."""
+    if not any(item.text.startswith("Set num_workers=") for item in finding.advice):
+        return finding
+    others = (item for item in finding.advice if not item.text.startswith("Set num_workers="))
+    return dataclasses.replace(finding, advice=(split, *others))
 
 
 def without_repeats(findings: list[Finding]) -> list[Finding]:

@@ -53,6 +53,20 @@ def hanging_program(tmp_path, monkeypatch):
     return tmp_path / "began"
 
 
+def test_a_verdict_on_the_start_of_a_command_delays_none_on_its_training(world):
+    def begins(seconds):
+        world.outlook.tick(round(seconds * 1e9), world.problems)
+        thread, world.outlook._thread = world.outlook._thread, None
+        if thread is not None:
+            thread.join()
+            world.outlook._cost_seconds = 5.0
+        return thread is not None
+
+    assert [begins(seconds) for seconds in (0, 30, 60, 70)] == [False, True, False, False]
+    world.outlook.restart()
+    assert [begins(seconds) for seconds in (71, 90, 101, 131)] == [False, False, True, False]
+
+
 def test_failing_verdict_is_only_a_problem(world):
     world.begin()
 

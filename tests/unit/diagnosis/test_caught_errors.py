@@ -51,3 +51,13 @@ def test_an_uncaught_error_after_another_batch_takes_nothing_from_the_count():
     script.event(START_SECONDS + 6, "exception", MAIN, type="ValueError", message="odd", site="train.py:9, in main")
     (finding,) = find_caught_errors(script.tables())
     assert finding.value_of("caught_errors_count") == 3
+
+
+@pytest.mark.parametrize(("seconds", "thread"), [(5.1, "feed"), (4.0, None)])
+def test_an_error_that_ended_the_thread_that_iterates_is_a_warning(seconds, thread):
+    script = failed(start_training(), 5, 1, in_worker=False)
+    script.event(START_SECONDS + seconds, "thread-exception", MAIN, thread="feed", type="ValueError", message="odd")
+    (finding,) = find_caught_errors(script.tables())
+    assert finding.severity == ("warning" if thread else "info")
+    assert ("thread feed ended with it: it takes no more batches" in finding.summary) == bool(thread)
+    assert ("the training caught it" in finding.summary) == (thread is None)

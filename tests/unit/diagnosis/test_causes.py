@@ -429,9 +429,18 @@ def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others(
     idle = found["idle-workers"]
     assert idle.severity == "info"
     assert "2 of 4 workers of loader 0 never made a batch (workers 2 and 3)" in idle.summary
+    assert [advice.text.partition(" shards")[0] for advice in idle.advice] == ["Split the data into at least 4"]
+    slow = [advice.text for advice in found["workers-too-slow"].advice]
+    assert slow[0].startswith("Split the data into at least 4 shards")
+    assert not any(text.startswith("Set num_workers") for text in slow)
+
+
+def test_workers_without_a_shard_are_too_many_where_the_others_keep_up():
+    run = {"prefetch": 2, "consumer": jittered(0.06), "service": jittered(0.01), "split": (0.02, 0.0, 0.98)}
+    script = finish(simulate(workers=4, shards=[100, 100, 0, 0], batches=200, iterable=True, epochs=2, **run))
+    (idle,) = [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
     assert idle.advice[0].text == "Set num_workers=2"
     assert "at least 4 shards" in idle.advice[1].text
-    assert "workers-too-slow" in found
 
 
 def test_an_epoch_with_fewer_batches_than_workers_leaves_workers_idle():

@@ -133,6 +133,30 @@ def test_stacks_that_are_taken_after_a_ctrl_c_do_not_hide_the_hang():
     assert (finding.locus.worker, finding.severity) == (1, "critical")
 
 
+@pytest.mark.parametrize(("line", "hangs_count"), [(20, 1), (44, 0)])
+def test_a_training_that_raises_at_another_line_than_it_stood_in_did_not_hang(line, hangs_count):
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    raised = {
+        "type": "RuntimeError",
+        "message": "odd",
+        "traceback": "",
+        "site": f"/home/me/train.py:{line}, in main",
+    }
+    script.event(START_SECONDS + 60, "exception", **raised)
+    assert len(find_hangs(script.tables())) == hangs_count
+
+
+def test_a_series_of_dumps_that_was_broken_off_hides_no_hang():
+    """A kill may come between the dumps of the last series; the one before belongs to the same silence."""
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    last = next(event for event in script.events if event.get("is_last"))
+    later = [{**one, "silent_seconds": one["silent_seconds"] + 30} for one in last["silent"]]
+    script.events.append({**last, "time_ns": last["time_ns"] + ns(30), "silent": later, "is_last": False})
+    finding = only(script)
+    assert (finding.locus.worker, finding.severity) == (1, "critical")
+    assert "no batch for 63 s" in finding.summary
+
+
 NETWORK = "waiting for the network (10.0.0.7:443)"
 
 

@@ -181,6 +181,12 @@ def test_library_that_sleeps_and_tries_again_is_named(waits, told):
     assert told in finding.summary
 
 
+def test_a_hook_is_not_named_as_a_library_that_sleeps():
+    hook = ["ForwardHook.call", "/srv/env/lib/training_harness/hooks/training/forward_passes.py", 219]
+    finding = only(stacks(training(), process(MAIN, [hook, *IN_MAIN], "asleep"), budgets=4.1))
+    assert "it is asleep in save, train.py:35" in finding.summary
+
+
 LOOP_IS_IDLE = f"{POLL} ({ONE_ENDLESS})"
 
 

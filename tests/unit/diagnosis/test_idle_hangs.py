@@ -107,6 +107,18 @@ def test_ranks_of_a_server_that_wait_for_the_rank_with_the_requests_are_informat
     assert finding.severity == "info"
 
 
+@pytest.mark.parametrize(("name", "advice"), [("train.py", "get_context('spawn')"), ("other.py", "same order")])
+def test_a_lock_in_a_process_that_was_forked_is_one_that_it_inherited(name, advice):
+    child = ("node", 301, 6001)
+    script = idle(entry(MAIN, IN_RUN, "waiting for a child process"), entry(child, AT_LOCK, LOCK, MAIN[1]))
+    for key, program in ((MAIN, "train.py"), (child, name)):
+        seen = {"process_pid": key[1], "process_start_ticks": key[2], "is_python": True, "has_torch": True}
+        script.event(START_SECONDS, "process-seen", AGENT, argv=["python", program], obstacle=None, **seen)
+    (finding,) = found(script)
+    assert finding.locus.pid == child[1]
+    assert advice in finding.advice[0].text
+
+
 def test_a_lock_is_a_hang_in_an_epoch_and_information_elsewhere():
     at_lock = entry(MAIN, AT_LOCK, LOCK)
     assert [finding.severity for finding in found(idle(at_lock, IDLE))] == ["warning"]

@@ -206,6 +206,11 @@ def test_known_error_comes_with_advice_for_its_cause_and_then_the_traceback(kind
     assert last.text.startswith("Read the traceback")
 
 
+def test_a_weight_that_the_optimizer_changed_is_no_operation_of_the_forward_pass():
+    first, *_ = crash("RuntimeError", "… modified by an inplace operation: [torch.FloatTensor [64, 8]] …").advice
+    assert "optimizer.step() changed its weights: detach()" in first.text
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -96,6 +96,15 @@ def test_growth_until_an_exception_before_the_first_iteration_is_none():
     assert leaks(finish(script, exit_status=1)) == []
 
 
+def test_growth_before_the_first_batch_that_failed_is_no_leak():
+    script = finish(program(RAMP[:60]))
+    script.event(SECONDS[59], "process-start")
+    script.event(SECONDS[59], "loader", loader=0, num_workers=2)
+    verdict = diagnose(script.tables())
+    assert verdict.findings == ()
+    assert {check.name: check.reason for check in verdict.checks}["data loading"] == "no batch came"
+
+
 def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
     script = program(np.zeros(60))
     script.event(START_SECONDS, "process-start")

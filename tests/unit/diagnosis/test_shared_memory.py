@@ -95,20 +95,22 @@ def keeping(*, private, total=64 * 1024):
         private=held, rss=held + 10.0 * AT * MIB, shm_bytes=(10.0 * AT + NOISE) * MIB, data_bytes=held,
         fd_count=40.0 + 8 * AT, fd_limit_count=np.full(COUNT, 1e6),
     )  # fmt: skip
-    return diagnose(script.tables()).findings
+    return diagnose(script.tables())
 
 
 def test_kept_batches_come_before_the_shared_memory_that_they_take():
-    first, *rest = keeping(private=FLAT)
+    verdict = keeping(private=FLAT)
+    first, *rest = verdict.findings
     assert (first.kind, first.severity) == ("fd-leak", "warning")
     assert "keeps tensors in shared memory, such as batches from its workers" in first.summary
     leak = next(finding for finding in rest if finding.kind == "shm-leak")
     assert (leak.severity, leak.consequence_of, leak.locus.pid) == ("info", "fd-leak", MAIN[1])
     assert leak.summary.endswith("It grows with what the training process keeps: fix fd-leak first.")
+    assert {check.name: check.status for check in verdict.checks}["/dev/shm"] == "finding"
 
 
 def test_kept_graphs_come_before_the_batches_that_they_hold():
-    found = keeping(private=5.0 * AT)
+    found = keeping(private=5.0 * AT).findings
     assert (found[0].kind, found[0].severity) == ("main-heap-leak", "warning")
     followers = {finding.kind: finding for finding in found if finding.consequence_of == "main-heap-leak"}
     assert {"fd-leak", "shm-leak"} <= set(followers)
@@ -116,7 +118,9 @@ def test_kept_graphs_come_before_the_batches_that_they_hold():
 
 
 def test_a_limit_that_kept_batches_will_meet_stays_urgent_and_names_the_cause():
-    risk = next(finding for finding in keeping(private=FLAT, total=1200) if finding.kind == "shm-exhaustion-risk")
+    risk = next(
+        finding for finding in keeping(private=FLAT, total=1200).findings if finding.kind == "shm-exhaustion-risk"
+    )
     assert (risk.severity, risk.consequence_of) == ("critical", "fd-leak")
 
 
@@ -150,7 +154,7 @@ def test_leak_has_the_rate_of_the_run_if_others_fill_shm_too():
 
 def test_unmapped_segments_are_found_by_the_kernels_count():
     leak = next(f for f in findings_of(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
-    assert "no process of the run maps it" in leak.summary
+    assert "batches that are kept and not read" in leak.summary
     assert (leak.fault, leak.severity) == (None, "warning")  # it may be another program's
     assert leak.confidence < 0.9
 
