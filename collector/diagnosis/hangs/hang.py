@@ -13,6 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from collector.diagnosis.hangs import catalogue
+from collector.diagnosis.hangs.recorded_ranks import (
+    LONG_PATIENCE,
+    Silent,
+    compared,
+    of_rank,
+    recorded_standstill,
+    timed_out,
+    without_progress,
+)
 from collector.diagnosis.hangs.stuck_process import (
     AWAITS_ITEM,
     AWAITS_LOOP,
@@ -46,19 +55,14 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
-from collector.diagnosis.run.processes import last_step, rank_of, sentence
+from collector.diagnosis.run.processes import last_step, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import SEVERITIES, Advice, Evidence, Finding, Locus, Severity, fact
-from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
+from collector.findings import Advice, Finding, Severity, fact
+from collector.flight_recorder import Standstill
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
 
-#: Times the budget that a process is given whose long phase may simply be long: it computes, sleeps, or waits for
-#: the disk, the network or another program.
-_LONG_PATIENCE = 4.0
-#: Confidence in a rank that dumps of the Flight Recorder name, and in a process of which they tell otherwise.
-_RECORDED_CONFIDENCE, _DOUBTED_CONFIDENCE = 0.98, 0.5
 #: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
 _AT_ONCE_SECONDS = 5.0
 #: Advice on a rank that others wait for in a collective while it stands elsewhere.
@@ -79,8 +83,6 @@ _ONE_SHAPE = Advice(
     expected="an error in place of the hang",
 )
 _MOST_PLACES = 4  # ranks whose lines a sentence names
-#: Training process that is silent -> since when, how long its pace explains, and its longest pause before.
-_Silent = Mapping[ProcessKey, Mapping[str, Any]]
 
 
 def find_hangs(tables: RunTables) -> list[Finding]:
@@ -96,14 +98,14 @@ def find_hangs(tables: RunTables) -> list[Finding]:
         series = last_series([event for event in events if event["host"] == host])
         if not (silent := _silent_in(life, series)):
             continue
-        held_up = _held_up(life, series, silent)
         longest_seconds = max(entry["silent_seconds"] for entry in silent.values())
         standstill = recorded_standstill(tables, series[-1]["time_ns"] - longest_seconds * SECOND_NS)
-        found = [finding for _, finding in held_up] if standstill is None else _compared(held_up, standstill)
+        held_up = _held_up(life, series, silent, standstill)
+        found = [finding for _, finding in held_up] if standstill is None else compared(held_up, standstill)
         by_stacks += found
         if standstill is not None and standstill.missing and not found:
-            by_dumps.append(_of_rank(life, standstill, silent, [one for _, one in held_up]))
-    return by_stacks or by_dumps[:1] or _timed_out(life)
+            by_dumps.append(of_rank(life, standstill, silent, [one for _, one in held_up]))
+    return by_stacks or by_dumps[:1] or timed_out(life)
 
 
 def _is_interrupted(life: Lifecycle, stacks: Mapping[str, Any]) -> bool:
@@ -112,7 +114,7 @@ def _is_interrupted(life: Lifecycle, stacks: Mapping[str, Any]) -> bool:
     return any(event["time_ns"] < stacks["time_ns"] and signal_raised(event) for event in raised)
 
 
-def _silent_in(life: Lifecycle, series: Series) -> _Silent:
+def _silent_in(life: Lifecycle, series: Series) -> Silent:
     """Return the training processes that the last dump of a series found silent, and that did not go on since.
 
     To each belongs the time from its last step or batch to its newest sample, `lasted_seconds`.
@@ -126,9 +128,13 @@ def _silent_in(life: Lifecycle, series: Series) -> _Silent:
     return silent
 
 
-def _held_up(life: Lifecycle, series: Series, silent: _Silent) -> list[tuple[Process, Finding]]:
+def _held_up(
+    life: Lifecycle, series: Series, silent: Silent, standstill: Standstill | None
+) -> list[tuple[Process, Finding]]:
     """Return the processes that hold up silent training processes by their stacks, each with its finding."""
     processes = processes_of(life, series)
+    if standstill is not None:
+        processes = {key: without_progress(process, standstill) for key, process in processes.items()}
     found: dict[ProcessKey, tuple[Process, Finding]] = {}
     # One that waits in a collective is held up by another, which may itself wait for the same process.
     for main in sorted(silent, key=lambda key: key in processes and processes[key].is_in_collective):
@@ -164,126 +170,6 @@ def _mismatch(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tup
             ),
         )
     ]
-
-
-def recorded_standstill(tables: RunTables, since_ns: float) -> Standstill | None:
-    """Return the first collective that ranks have not entered, by the Flight Recorder's dumps since that time."""
-    dumps = {
-        dump.rank: dump
-        for event in tables.events_of("flight-recorder")
-        if (dump := from_event(event)) and dump.written_ns > since_ns
-    }
-    return next(iter(find_standstills([*dumps.values()])), None)
-
-
-def with_standstill(finding: Finding, standstill: Standstill, *, agrees: bool = True) -> Finding:
-    """Return a finding with what the Flight Recorder tells; it is in doubt if that is of another process."""
-    return replace(
-        finding,
-        summary=f"{finding.summary} {'' if agrees else 'But '}PyTorch's Flight Recorder: {standstill.words}.",
-        evidence=(*finding.evidence, *_recorder_evidence(standstill)),
-        confidence=finding.confidence if agrees else min(finding.confidence, _DOUBTED_CONFIDENCE),
-    )
-
-
-def _compared(found: Sequence[tuple[Process, Finding]], standstill: Standstill) -> list[Finding]:
-    """Return the findings of stacks beside the dumps, without those of ranks that merely wait for a missing one."""
-    return [
-        with_standstill(finding, standstill, agrees=standstill.may_be_due_to(finding.locus.rank))
-        for culprit, finding in found
-        if not (standstill.missing and _waits_in(culprit, standstill))
-    ]
-
-
-def _waits_in(process: Process, standstill: Standstill) -> bool:
-    """Return whether a training process waits in a collective by the dumps, and its stack fits that."""
-    rank = process.locus.rank
-    if rank not in standstill.waiting or process.locus.role == "worker" or process.is_suspended:
-        return False
-    place = standstill.entered[rank].place
-    frames = process.main.frames if process.main else ()
-    is_at_its_line = place is not None and any(frame[1:] == place[1:] for frame in frames)
-    return process.is_in_collective or process.is_busy or is_at_its_line
-
-
-def _of_rank(life: Lifecycle, standstill: Standstill, silent: _Silent, waiting: Sequence[Finding]) -> Finding:
-    """Return the finding on a rank that others wait for; its severity is that of their own findings."""
-    main, silence = max(silent.items(), key=lambda item: item[1]["silent_seconds"])
-    seconds = silence["lasted_seconds"]
-    is_plain = silence["silent_seconds"] >= _LONG_PATIENCE * silence["budget_seconds"]
-    severities = [finding.severity for finding in waiting] or ["critical" if is_plain else "info"]
-    return _missing_rank(
-        life,
-        standstill,
-        fact("silent_seconds", round(seconds, 1), "since the last step or batch of a waiting rank"),
-        severity=min(severities, key=SEVERITIES.index),
-        since_step=last_step(life.tables, main),
-        since=f"no step or batch for {duration(seconds)}",
-    )
-
-
-def _timed_out(life: Lifecycle) -> list[Finding]:
-    """Find the rank for which a collective waited in vain until its timeout ended the training."""
-    if life.status() not in ("failed", "killed"):
-        return []
-    times = [times[-1] for name in ITERATIONS if len(times := floats(life.tables.stream(name), "time_ns"))]
-    standstill = recorded_standstill(life.tables, max(times, default=0.0))
-    if standstill is None or not standstill.missing:
-        return []
-    expired = [one for one in standstill.entered.values() if one.has_timed_out]
-    if not expired:
-        return []
-    timeout_seconds = expired[0].timeout_seconds or 0.0
-    steps = [step for key in life.mains if (step := last_step(life.tables, key)) is not None]
-    return [
-        _missing_rank(
-            life,
-            standstill,
-            fact("timeout_seconds", timeout_seconds, "timeout of the collective"),
-            severity="critical",
-            since_step=max(steps, default=None),
-            since=f"it timed out after {duration(timeout_seconds)}",
-        )
-    ]
-
-
-def _missing_rank(
-    life: Lifecycle,
-    standstill: Standstill,
-    measured: Evidence,
-    *,
-    severity: Severity,
-    since_step: int | None,
-    since: str,
-) -> Finding:
-    rank, last = next(iter(standstill.missing.items()))
-    key = next((key for key in life.mains if rank_of(life.tables, key) == rank), None)
-    return catalogue.HANG_OF_RANK.finding(
-        locus=Locus(rank=rank, role="main") if key is None else life.locus(key),
-        since_step=since_step,
-        evidence=(measured, *_recorder_evidence(standstill)),
-        severity=severity,
-        confidence=_RECORDED_CONFIDENCE,
-        what=sentence(standstill.words),
-        since=since,
-        rank=rank,
-        last=last.words if last else "it has joined the group",
-    )
-
-
-def _recorder_evidence(standstill: Standstill) -> list[Evidence]:
-    """Return the collective, its line, the missing ranks, and the last collective of the first of them."""
-    ranks = {*standstill.entered, *standstill.missing}
-    called = next((one for one in standstill.entered.values() if one.place is not None), None)
-    last = next(iter(standstill.missing.values()), None)
-    values = {
-        "collective": standstill.name,
-        "missing_ranks": ", ".join(map(str, standstill.missing)),
-        "called_in": called.at.strip(" ()") if called else "",
-        "last_collective": last.words if last else "",
-    }
-    window = f"Flight Recorder of {ranks_words(ranks)}"
-    return [fact(name, value, window, n=len(ranks)) for name, value in values.items() if value]
 
 
 def _went_on(life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:
@@ -357,7 +243,7 @@ def _finding(
     culprit: Process,
     processes: Mapping[ProcessKey, Process],
     main: ProcessKey,
-    silent: _Silent,
+    silent: Silent,
     series: Series,
 ) -> Finding:
     silence, others_count = silent[main], len(silent) - 1
@@ -450,7 +336,7 @@ def _patience(culprit: Process, waits: str | None, *, is_alone: bool) -> float |
     if culprit.awaits in (AWAITS_ITEM, AWAITS_LOOP) and not is_alone:
         return None
     if culprit.awaits or (waits or "").startswith(STUCK_WAITS):
-        return _LONG_PATIENCE if culprit.has_thread_at_work else 1.0
+        return LONG_PATIENCE if culprit.has_thread_at_work else 1.0
     return None
 
 
@@ -471,7 +357,7 @@ def _is_plain(
         return budgets >= patience
     if not is_worker and not others_count and not _has_batches_left(life.tables, culprit.key, series):
         return False
-    return budgets >= _LONG_PATIENCE and (is_worker or culprit.is_stuck)
+    return budgets >= LONG_PATIENCE and (is_worker or culprit.is_stuck)
 
 
 def _has_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collector.diagnosis.hangs import catalogue
-from collector.diagnosis.hangs.hang import recorded_standstill, with_standstill
+from collector.diagnosis.hangs.recorded_ranks import recorded_standstill, with_standstill
 from collector.diagnosis.hangs.stuck_process import (
     COLLECTIVE,
     STUCK_WAITS,

@@ -391,6 +391,17 @@ def test_dumps_confirm_the_rank_that_the_stacks_name():
     assert evidence(finding)["last_collective"] == "broadcast number 2 (train.py:24)"
 
 
+def test_bytes_that_a_missing_rank_moves_are_no_progress():
+    """One of its threads reports that it lives, say."""
+    late = process(OTHER_RANK, IN_MAIN, "waiting for the network", received_seconds_ago=1.0)
+    both = process(MAIN, IN_ALL_REDUCE, LOCK), late
+    script = stacks(two_ranks(), *both, silent=(MAIN, OTHER_RANK), budgets=4.1)
+    assert only(script).severity == "info"
+    finding = only(dumps(script, 0, 1, seconds=DUMPED))
+    assert (finding.severity, finding.locus.rank) == ("critical", 1)
+    assert "received" not in finding.summary
+
+
 def test_dumps_name_a_rank_of_another_node():
     script = training(rank=0)
     start_training(script, key=("other", 300, 6000), rank=1)

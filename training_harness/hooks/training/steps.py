@@ -2,8 +2,8 @@
 
 With several optimizers (a GAN, say) the one that stepped first leads: a step ends when the leader has stepped. When
 another one steps twice in between, the leader is gone or frozen, and the other one leads from then on. A new one
-leads at once if the leader is gone. One that took turns with it does not: calls are deferred, so the leader may have
-gone only after that step.
+leads at once if the leader is gone. One that took turns with it does not: calls are deferred, so the leader may
+have gone only after that step.
 """
 
 from __future__ import annotations
