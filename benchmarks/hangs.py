@@ -52,7 +52,7 @@ HANGS = {
     "feeder": ("worker", "blocked on a lock"),
     "main_lock": ("main", "blocked on a lock"),
     "main_sleep": ("main", "asleep"),
-    "missing_rank": ("main", "blocked on a lock"),
+    "missing_rank": ("main", "waiting for a thread to wake it"),
 }
 #: Long phases of healthy trainings, and how many seconds they take.
 _PHASES = (
