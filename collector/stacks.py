@@ -18,7 +18,7 @@ _LIBRARY_PATH = re.compile(rf"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|
 #: The part of a library's path that names its module.
 _MODULE_PATH = re.compile(r".*(?:/python3(?:\.\d+)?|-packages)/(.+?)(?:/__init__)?\.py$")
 #: A forked process keeps its parent's frames below the one that began its own work.
-_PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
+PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
 #: A function, and ends of the paths of its file.
 Place = tuple[str, str | tuple[str, ...]]
 _LOADER_PATHS = ("torch/utils/data/dataloader.py", "torchdata/stateful_dataloader/stateful_dataloader.py")
@@ -270,7 +270,7 @@ def own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     own: list[Frame] = []
     for frame in frames:
         own.append(frame)
-        if is_in(frame, *_PROCESS_BEGIN):
+        if is_in(frame, *PROCESS_BEGIN):
             break
     return tuple(own)
 

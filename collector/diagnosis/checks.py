@@ -121,7 +121,9 @@ def _part_of_devices(tables: RunTables) -> str:
 def _loading(tables: RunTables) -> str:
     found = loops(tables)
     if not found:
-        return "no batch came" if tables.events_of("loader") else "no DataLoader seen"
+        if not tables.events_of("loader"):
+            return "no DataLoader seen"
+        return "no batch yet" if tables.goes_on else "no batch came"
     return _too_few(max(len(loop.batches) for loop in found), MIN_BATCHES, "batches")
 
 

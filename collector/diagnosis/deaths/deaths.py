@@ -209,12 +209,17 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
 def _raised_before_training(life: Lifecycle) -> Mapping[ProcessKey, Mapping[str, Any]]:
     """Return the exception of a child that ended a command in which nothing trained, else the command's own.
 
-    Of ranks, the first one to raise is the cause of the rest. Of other children the last one is: a program goes on
-    after the failure of a helper.
+    The first rank to raise is the cause of the rest. Without ranks it is the last child: a program goes on after
+    the failure of a helper.
     """
     in_order = sorted(life.exceptions.items(), key=lambda item: item[1]["time_ns"])
-    causes = [(key, event) for key, event in in_order if event.get("type") not in _REPORTS_OF_A_CHILD]
-    if life.exit_status != _EXCEPTION_STATUS or life.command in dict(causes):
+    causes = [
+        (key, event)
+        for key, event in in_order
+        if event.get("type") not in _REPORTS_OF_A_CHILD and signal_raised(event) is None
+    ]
+    has_exited = bool(life.command and life.tables.events_of("exit-message", by=life.command))
+    if life.exit_status != _EXCEPTION_STATUS or life.command in dict(causes) or has_exited:
         return life.exceptions_above
     ranks = [(key, event) for key, event in causes if event.get("rank") is not None]
     return dict(ranks[:1] or causes[-1:]) or life.exceptions_above

@@ -20,14 +20,17 @@ from collector.diagnosis.hangs.stuck_process import (
 from collector.findings import Advice, Fault, Finding
 from collector.stacks import FULL_PIPE
 
-_GIVE_INPUT = Advice(
-    text="Answer what asks at that line, or start the command with `< /dev/null`: then it fails instead of asking",
-    expected="training goes on, or ends with an error in place of the hang",
-)
 #: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice; the first that fits.
 _HANG_ADVICE = {
-    "waiting for input at the terminal": _GIVE_INPUT,
-    "waiting for a pipe (standard input": _GIVE_INPUT,
+    "waiting for input at the terminal": Advice(
+        text="Answer what asks at that line, or start the command with `< /dev/null`: then it fails at once",
+        expected="training goes on, or ends with an error in place of the hang",
+    ),
+    "waiting for a pipe (standard input": Advice(
+        text="Give the input that is read at that line, and check that the program before the `|` is alive; if "
+        "nothing should be read, start the command with `< /dev/null`",
+        expected="training goes on, or ends with an error in place of the hang",
+    ),
     "blocked on a lock": Advice(
         text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
         "worker_init_fn, or use multiprocessing_context='forkserver'",
@@ -177,7 +180,7 @@ HANG_OF_RANK = replace(
 def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool, is_forked: bool = False) -> Finding:
     """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more.
 
-    A process that `is_forked` is a copy of another one, besides a worker.
+    `is_forked`: the process was forked, and is no DataLoader worker.
     """
     kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]

@@ -29,7 +29,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, fact
-from collector.stacks import WAITS_FOR_BATCH
+from collector.stacks import PROCESS_BEGIN, WAITS_FOR_BATCH, is_in
 from collector.store import ProcessKey
 from collector.units import duration
 
@@ -161,6 +161,9 @@ def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
 
 
 def _is_forked(life: Lifecycle, process: Process) -> bool:
-    """Return whether a process has the command line of its parent, as only a fork has."""
+    """Return whether `multiprocessing` forked a process: it began there, with the command line of its parent."""
+    frames = process.main.frames if process.main else ()
+    if not any(is_in(frame, *PROCESS_BEGIN) for frame in frames):
+        return False
     parents = (key for key in life.programs if key[:2] == (process.key[0], process.parent_pid))
     return any(life.programs[key] == life.programs.get(process.key) for key in parents)

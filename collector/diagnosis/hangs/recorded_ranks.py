@@ -1,4 +1,4 @@
-"""Ranks that dumps of PyTorch's Flight Recorder name: beside the stacks of a hang, or where there are none."""
+"""Ranks that dumps of PyTorch's Flight Recorder name, with the stacks of a hang or without any."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ def recorded_standstill(tables: RunTables, since_ns: float) -> Standstill | None
 
 
 def without_progress(process: Process, standstill: Standstill) -> Process:
-    """Return a training process without the bytes that it moved if its rank is missing: they were no collective."""
+    """Return a training process without the files that it read or wrote, if its rank is missing in a collective.
+
+    Another thread of it may write them. Data from the network may be what the rank waits for.
+    """
     if process.locus.role != "main" or process.locus.rank not in standstill.missing:
         return process
-    return replace(process, moved_seconds_ago=None, received_seconds_ago=None)
+    return replace(process, moved_seconds_ago=None)
 
 
 def compared(found: Sequence[tuple[Process, Finding]], standstill: Standstill) -> list[Finding]:

@@ -299,24 +299,33 @@ def sampled_seconds_after(dump_ns: float, samples: pd.DataFrame) -> float:
 
 
 def last_series(events: Series) -> Series:
-    """Return the last three `stacks` events of a host, or fewer, of one silence.
+    """Return the last three `stacks` events of one silence of a host, or fewer.
 
-    They are one series. If the last one was broken off, as by the signal that ended the run, some are of the one
-    before.
+    They may be of two series, while the last one is being taken or where it was broken off.
     """
     last = events[-1]
-    silent_seconds = max(last["idle_seconds"] or 0.0, *(entry["silent_seconds"] for entry in last["silent"]), 0.0)
+    silent_seconds = max(
+        last.get("idle_seconds") or 0.0, *(entry["silent_seconds"] for entry in last["silent"]), 0.0
+    )
     return [event for event in events if last["time_ns"] - event["time_ns"] < silent_seconds * SECOND_NS][-3:]
 
 
 def raised_elsewhere(life: Lifecycle, key: ProcessKey, stacks: Mapping[str, Any]) -> bool:
-    """Return whether a process has raised an exception since, at a line that it did not stand in: it went on."""
+    """Return whether a process has raised an exception since, at another line than it stood in: it went on.
+
+    The handler of a signal raises elsewhere, too, but its traceback shows the line that it interrupted.
+    """
     error = life.exceptions.get(key)
     if error is None or signal_raised(error) or error["time_ns"] <= stacks["time_ns"]:
         return False
-    threads = (one["threads"] for one in stacks["processes"] if (one["pid"], one["start_ticks"]) == key[1:])
-    places = {f"{path}:{line}" for of_one in threads for one in of_one for _, path, line in one["frames"]}
-    return bool(places and error.get("site")) and str(error["site"]).partition(",")[0] not in places
+    threads = next(
+        (one["threads"] for one in stacks["processes"] if (one["pid"], one["start_ticks"]) == key[1:]), ()
+    )
+    frames = (Frame(*frame) for one in threads if one["thread"] == MAIN_THREAD for frame in one["frames"])
+    stood = next((frame for frame in frames if frame.is_own), None)
+    if stood is None or str(error.get("site")).startswith(f"{stood.path}:{stood.line},"):
+        return False
+    return f'"{stood.path}", line {stood.line},' not in str(error.get("traceback"))
 
 
 def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:

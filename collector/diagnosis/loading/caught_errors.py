@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from collector.diagnosis.run.columns import floats, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
@@ -20,6 +20,7 @@ from collector.units import number, plain_text
 
 #: Most findings, those of the most errors.
 _MOST_FINDINGS = 3
+_AT_ONCE_SECONDS = 5.0  # an error that ends a thread does so at once
 _LOOK = Advice(
     text="Look at the samples that raise it: print their index where the exception is caught",
     expected="no sample is left out unnoticed",
@@ -95,6 +96,9 @@ def _ended_thread(tables: RunTables, key: ProcessKey, error: Mapping[str, Any]) 
     """Return the thread of the training process that an error of its loader ended, if any."""
     error_ns = error.get("error_time_ns") or error["time_ns"]
     for event in tables.events_of("thread-exception", by=key):
-        if event.get("type") == error.get("type") and event["time_ns"] >= error_ns:
+        if (
+            event.get("type") == error.get("type")
+            and 0 <= event["time_ns"] - error_ns <= _AT_ONCE_SECONDS * SECOND_NS
+        ):
             return str(event.get("thread"))
     return None

@@ -156,7 +156,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
         return bounded_finding(use, filling, witnesses, fills=f"{process} fills")
     growing = GrowingUse(use, trend, witnesses)
     may_be_starting = not (is_iterating or iterates(tables, key)) and growing.lasted_seconds < LOADING_SECONDS
-    if may_be_starting and (tables.goes_on or life.exceptions):
+    if may_be_starting and (tables.goes_on or life.has_raised(key)):
         return None  # its first iteration, or more time, would tell
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
@@ -170,11 +170,9 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
     life, trains = lifecycle_of(tables), iterates(tables, key)
     resource = resources.HEAP if trains and is_iterating else resources.HEAP_WITHOUT_ITERATIONS
     units = step_units(written(tables, "step", key))
-    if resource is resources.HEAP and len(units) and (units < UNIT_OPTIMIZER).all():
+    words = {"per_step": ""} if growing.is_after_last_step else {}
+    if resource is resources.HEAP and (words or (len(units) and (units < UNIT_OPTIMIZER).all())):
         resource = resources.HEAP_OF_OUTPUTS
-    words = {}
-    if resource is resources.HEAP and _is_of_evaluation(growing, key):
-        resource, words = resources.HEAP_OF_OUTPUTS, {"per_step": ""}
     gauges = written(tables, "device_memory", key)
     in_use = {"pinned_active_rise_bytes": (seconds(gauges), floats(gauges, "pinned_active_bytes"))}
     if witnesses and (pinned := witnesses_of(growing.trend, in_use)):
@@ -193,16 +191,6 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
         confidence=certainty if trains and is_iterating else certainty - 0.15,
         summary=finding.summary + ("" if is_iterating else _AFTER_TRAINING if trains else _NO_ITERATIONS),
     )
-
-
-def _is_of_evaluation(growing: GrowingUse, key: ProcessKey) -> bool:
-    """Return whether most of a growth came with batches after the last step: an evaluation that keeps outputs."""
-    use, trend = growing.use, growing.trend
-    steps, batches = (seconds(written(use.tables, name, key)) for name in ("step", "batch"))
-    if not len(steps) or not (batches > steps[-1]).any():
-        return False
-    since_step = replace(trend, since_seconds=max(trend.since_seconds, float(steps[-1])))
-    return rise_since(use.times, use.values, since_step) >= CONFIRMED * trend.rise
 
 
 def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:

@@ -165,6 +165,18 @@ class GrowingUse:
         return max(_MOMENT_SECONDS, min(few, _LONGEST_SECONDS))
 
     @property
+    def is_after_last_step(self) -> bool:
+        """True if most of it came with batches after the last step: an evaluation that keeps outputs."""
+        use, trend = self.use, self.trend
+        if use.key is None:
+            return False
+        steps, batches = (seconds(written(use.tables, name, use.key)) for name in ("step", "batch"))
+        if not len(steps) or not (batches > steps[-1]).any():
+            return False
+        since_step = replace(trend, since_seconds=max(trend.since_seconds, float(steps[-1])))
+        return rise_since(use.times, use.values, since_step) >= CONFIRMED * trend.rise
+
+    @property
     def is_brief(self) -> bool:
         """True if it began a moment, or a few iterations, before the end: it might not have gone on."""
         lasted, before = self.lasted_seconds, self.trend.since_seconds - float(self.use.times[0])

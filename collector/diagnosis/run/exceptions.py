@@ -19,7 +19,7 @@ from collector.stacks import Frame
 from collector.store import ProcessKey
 
 #: First lines of messages that pass on the exception of a DataLoader worker, or of a process of mp.spawn.
-_PASSED_ON = re.compile(r"in DataLoader worker process|terminated with the following error")
+_PASSED_ON = re.compile(r"in DataLoader worker process|-- Process \d+ terminated with the following error")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 

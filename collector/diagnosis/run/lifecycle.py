@@ -121,6 +121,11 @@ class Lifecycle:
             arguments[writer_of(event)] = event.get("argv")
         return {key: _program(list(map(str, argv))) for key, argv in arguments.items() if argv}
 
+    def has_raised(self, key: ProcessKey) -> bool:
+        """Return whether a process ended by an exception, but not for lack of memory or by a signal."""
+        error = self.exceptions.get(key)
+        return error is not None and error.get("type") != "MemoryError" and signal_raised(error) is None
+
     def may_train(self, key: ProcessKey) -> bool:
         """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not."""
         return key in self.with_torch or key in self.watched or key == self.command

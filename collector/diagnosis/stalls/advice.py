@@ -64,10 +64,10 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
     if not loop.num_workers:
         also = ", persistent_workers=True" if loop.batches["epoch"].nunique() > 1 else ""
         also += MAKE_ONCE if is_made_again(loop) else ""
-        return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also + condition)
+        return less if limit.by == "cpu" and cores < 2 else _by_replay(case, outlook, less, also=also + condition)
     if isinstance(outlook, Forecast) and outlook.measured.shared:
         return (
-            *(_by_replay(outlook, less, also=condition) if outlook.best else ()),
+            *(_by_replay(case, outlook, less, also=condition) if outlook.best else ()),
             Advice(
                 text="Use less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
@@ -86,7 +86,7 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
             expected=_WAITS_IN_COMMON[limit.waits_for],
         )
         return (*less, measure)
-    return _by_replay(outlook, less, also=condition)
+    return _by_replay(case, outlook, less, also=condition)
 
 
 def fault_of_fetches(limit: WorkerLimit, outlook: Forecast | str) -> Fault | None:
@@ -107,7 +107,7 @@ def advise_stragglers(case: LoadingCase) -> tuple[Advice, ...]:
         expected=f"up to {percent(case.steady.tail_wait_ratio)} of the waiting disappears",
         effect="changes results",
     )
-    return _by_replay(forecast(case.loop), (alike,), also="")
+    return _by_replay(case, forecast(case.loop), (alike,))
 
 
 def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:
@@ -192,10 +192,13 @@ def cheaper_collate(case: LoadingCase) -> str:
     return _SMALLER_SAMPLES if case.is_collated_in_place else _CHEAPER_COLLATE
 
 
-def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str) -> tuple[Advice, ...]:
+def _by_replay(
+    case: LoadingCase, outlook: Forecast | str, less: tuple[Advice, ...], *, also: str = ""
+) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and `less` work per fetch if that is not enough.
 
-    A setting that may gain nothing, by its interval, comes last.
+    A setting that may gain nothing, by its interval, comes last. Where more workers would get no samples, the
+    advice is to split the data for those that are there.
     """
     if isinstance(outlook, str):
         measure = Advice(
@@ -206,6 +209,8 @@ def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str) 
     if best is None:
         return less
     setting = best.setting
+    if case.split is not None and setting.num_workers > case.loop.num_workers:
+        return case.split, *less
     advice = Advice(
         text=f"Set num_workers={setting.num_workers}, prefetch_factor={setting.prefetch_factor}{also}",
         expected=_expected(outlook, best),

@@ -14,7 +14,7 @@ from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.run.columns import floats, mean, median
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
-from collector.findings import Evidence, Locus, Severity, measurements
+from collector.findings import Advice, Evidence, Locus, Severity, measurements
 from collector.units import counted
 
 #: Epochs that the error of a mean refill needs.
@@ -37,11 +37,13 @@ class LoadingCase:
     Attributes:
         loop: the loop, without a first epoch of another pace.
         waited_seconds: the waits per batch that the findings explain.
+        split: the advice to split the data, if the dataset has no samples for some workers, which `loop` lacks.
     """
 
     loop: Loop
     steady: Pace
     waited_seconds: float
+    split: Advice | None = None
 
     @property
     def waited(self) -> Loss:

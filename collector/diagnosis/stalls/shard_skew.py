@@ -101,24 +101,29 @@ def idle_workers(loop: Loop) -> list[int]:
     return sorted(set(range(loop.num_workers)) - at_work)
 
 
-def idle_workers_finding(loop: Loop, idle: list[int], *, others_too_slow: bool) -> Finding:
+def more_shards(loop: Loop) -> Advice | None:
+    """Return the advice that gives each worker samples; None if the dataset does not share them out itself."""
+    if not loop.setting.get("iterable"):
+        return None
+    return Advice(
+        text=f"Split the data into at least {loop.num_workers} shards, or give each worker every n-th sample "
+        "(get_worker_info())",
+        expected=f"all {loop.num_workers} workers make batches",
+        effect="changes results",
+    )
+
+
+def idle_workers_finding(loop: Loop, idle: list[int], split: Advice | None, *, others_too_slow: bool) -> Finding:
     """Return a finding for workers that made no batch in any whole epoch.
 
     Fewer workers are no advice if those at work are too slow, unless there are no more batches to make.
     """
     at_work, epochs = loop.num_workers - len(idle), loop.batches["epoch"].nunique()
-    is_iterable = bool(loop.setting.get("iterable"))
-    reason = "the dataset gives them no samples" if is_iterable else f"an epoch has at most {at_work} batches"
+    reason = f"an epoch has at most {at_work} batches" if split is None else "the dataset gives them no samples"
     names = listed(idle if len(idle) <= _NAMES else [*idle[:_NAMES], "more"])
     fewer = Advice(
         text=f"Set num_workers={at_work}",
         expected=f"the same batches, with {len(idle)} processes and their memory fewer",
-    )
-    more = Advice(
-        text=f"Split the data into at least {loop.num_workers} shards, or give each worker every n-th sample "
-        "(get_worker_info())",
-        expected=f"all {loop.num_workers} workers make batches",
-        effect="changes results",
     )
     return Finding(
         kind="idle-workers",
@@ -131,5 +136,5 @@ def idle_workers_finding(loop: Loop, idle: list[int], *, others_too_slow: bool) 
         evidence=measurements(
             epochs, "whole epochs", idle_workers=len(idle), batches_per_epoch=len(loop.batches) / epochs
         ),
-        advice=(fewer,) if not is_iterable else (more,) if others_too_slow else (fewer, more),
+        advice=(fewer,) if split is None else (split,) if others_too_slow else (fewer, split),
     )

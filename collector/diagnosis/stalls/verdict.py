@@ -30,10 +30,10 @@ from collector.diagnosis.stalls.epoch_start import (
     worker_startup,
 )
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
-from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, shard_skew
+from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
 from collector.diagnosis.stalls.uneven_pace import too_slow_at_times
 from collector.diagnosis.statistics.growth import Floats
-from collector.findings import Advice, Finding
+from collector.findings import Finding
 from collector.units import duration, percent
 
 MIN_BATCHES = 10
@@ -60,6 +60,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
         idle, before = idle_workers(whole_loop), len(findings)
+        split = more_shards(whole_loop) if idle else None
         loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
@@ -70,7 +71,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             findings += [
                 dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}")
                 for finding in _judge(
-                    LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait), healthy=healthy
+                    LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split), healthy=healthy
                 )
             ]
         elif not at_epochs:
@@ -79,19 +80,8 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         findings += at_epochs
         if idle:
             others_too_slow = any(finding.kind == "workers-too-slow" for finding in findings[before:])
-            of_idle = idle_workers_finding(whole_loop, idle, others_too_slow=others_too_slow)
-            if whole_loop.setting.get("iterable"):
-                findings[before:] = [_with_shards(finding, of_idle.advice[-1]) for finding in findings[before:]]
-            findings.append(of_idle)
+            findings.append(idle_workers_finding(whole_loop, idle, split, others_too_slow=others_too_slow))
     return without_repeats(findings) or too_short_loops[:1]
-
-
-def _with_shards(finding: Finding, split: Advice) -> Finding:
-    """Return a finding with the advice to split the data in place of more workers, which would get no samples."""
-    if not any(item.text.startswith("Set num_workers=") for item in finding.advice):
-        return finding
-    others = (item for item in finding.advice if not item.text.startswith("Set num_workers="))
-    return dataclasses.replace(finding, advice=(split, *others))
 
 
 def without_repeats(findings: list[Finding]) -> list[Finding]:

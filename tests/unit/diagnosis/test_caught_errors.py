@@ -53,7 +53,7 @@ def test_an_uncaught_error_after_another_batch_takes_nothing_from_the_count():
     assert finding.value_of("caught_errors_count") == 3
 
 
-@pytest.mark.parametrize(("seconds", "thread"), [(5.1, "feed"), (4.0, None)])
+@pytest.mark.parametrize(("seconds", "thread"), [(5.1, "feed"), (4.0, None), (3600.0, None)])
 def test_an_error_that_ended_the_thread_that_iterates_is_a_warning(seconds, thread):
     script = failed(start_training(), 5, 1, in_worker=False)
     script.event(START_SECONDS + seconds, "thread-exception", MAIN, thread="feed", type="ValueError", message="odd")

@@ -379,6 +379,34 @@ def test_a_child_that_raises_before_it_trains_is_the_cause(launcher, ranks, exit
     assert found == ([("crashed", cause)] if cause else [])
 
 
+def test_what_a_command_says_at_its_end_counts_more_than_a_helper_that_failed_before():
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    script.event(START_SECONDS + 1, "exception", ("node", 201, 8000), type="ImportError", message="of a probe")
+    said = {"message": "no data in /data", "status": None, "site": "/home/me/train.py:7, in main", "handled": None}
+    script.event(START_SECONDS + 60, "exit-message", ("node", 99, 4000), **said)
+    (found,) = [one for one in diagnose(end_run(script, 1).tables()).findings if one.kind in DEATHS]
+    assert "no data in /data" in found.summary
+
+
+def test_a_child_that_was_interrupted_is_not_the_cause_of_the_failure_before():
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    for number, kind in enumerate(("ImportError", "KeyboardInterrupt"), 1):
+        script.event(START_SECONDS + number, "exception", ("node", 200 + number, 8000), type=kind, message="")
+    script.event(START_SECONDS + 3, "exception", ("node", 99, 4000), type="CalledProcessError", message="it failed")
+    (found,) = [one for one in diagnose(end_run(script, 1).tables()).findings if one.kind in DEATHS]
+    assert found.locus.pid == 201
+
+
+def test_the_message_of_a_program_that_quotes_another_one_is_its_own():
+    script, _ = ranks(count=1)
+    raised = {"type": "RuntimeError", "message": "ffmpeg terminated with the following error: no such file"}
+    script.event(START_SECONDS + 9, "exception", ("node", 200, 8000), 0, site="/home/me/a.py:3, in f", **raised)
+    (found,) = [one for one in diagnose(end_run(script, 1).tables()).findings if one.kind in DEATHS]
+    assert "RuntimeError at a.py:3, in f: ffmpeg terminated" in found.summary
+
+
 @pytest.mark.parametrize(("exit_status", "severity"), [(-9, "warning"), (-15, "warning"), (-2, "info")])
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_a_launcher_that_is_killed_while_its_training_goes_on_to_the_end(exit_status, severity, is_complete):

@@ -51,13 +51,6 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert advice in finding.advice[0].text
 
 
-@pytest.mark.parametrize("waits", ["waiting for input at the terminal", "waiting for a pipe (standard input)"])
-def test_a_training_that_asks_is_told_to_be_answered(waits):
-    found = only(stacks(training(), process(MAIN, IN_MAIN, waits), budgets=4.1))
-    assert waits in found.summary
-    assert "Answer what asks at that line" in found.advice[0].text
-
-
 def test_a_hang_lasts_until_the_newest_sample_of_its_training():
     script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
     sampled, size = [START_SECONDS + 52 + 60 * minute for minute in range(11)], [2**30] * 11
@@ -133,16 +126,13 @@ def test_stacks_that_are_taken_after_a_ctrl_c_do_not_hide_the_hang():
     assert (finding.locus.worker, finding.severity) == (1, "critical")
 
 
-@pytest.mark.parametrize(("line", "hangs_count"), [(20, 1), (44, 0)])
-def test_a_training_that_raises_at_another_line_than_it_stood_in_did_not_hang(line, hangs_count):
+@pytest.mark.parametrize(("lines", "hangs_count"), [((20,), 1), ((44,), 0), ((20, 5), 1)])
+def test_a_training_that_raises_at_another_line_than_it_stood_in_did_not_hang(lines, hangs_count):
+    """The handler of a signal at line 5 interrupts line 20, where it stood."""
     script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
-    raised = {
-        "type": "RuntimeError",
-        "message": "odd",
-        "traceback": "",
-        "site": f"/home/me/train.py:{line}, in main",
-    }
-    script.event(START_SECONDS + 60, "exception", **raised)
+    trace = "".join(f'  File "/home/me/train.py", line {line}, in main\n' for line in lines)
+    raised = {"type": "RuntimeError", "message": "odd", "site": f"/home/me/train.py:{lines[-1]}, in main"}
+    script.event(START_SECONDS + 60, "exception", traceback=trace, **raised)
     assert len(find_hangs(script.tables())) == hangs_count
 
 
@@ -391,15 +381,15 @@ def test_dumps_confirm_the_rank_that_the_stacks_name():
     assert evidence(finding)["last_collective"] == "broadcast number 2 (train.py:24)"
 
 
-def test_bytes_that_a_missing_rank_moves_are_no_progress():
-    """One of its threads reports that it lives, say."""
-    late = process(OTHER_RANK, IN_MAIN, "waiting for the network", received_seconds_ago=1.0)
+@pytest.mark.parametrize(("kind", "severity"), [("moved", "critical"), ("received", "info")])
+def test_files_that_a_missing_rank_writes_are_no_progress(kind, severity):
+    """Another thread of it reports that it lives, say; what it receives may be what it waits for."""
+    late = process(OTHER_RANK, IN_MAIN, "waiting for the network", **{f"{kind}_seconds_ago": 1.0})
     both = process(MAIN, IN_ALL_REDUCE, LOCK), late
     script = stacks(two_ranks(), *both, silent=(MAIN, OTHER_RANK), budgets=4.1)
     assert only(script).severity == "info"
     finding = only(dumps(script, 0, 1, seconds=DUMPED))
-    assert (finding.severity, finding.locus.rank) == ("critical", 1)
-    assert "received" not in finding.summary
+    assert (finding.severity, finding.locus.rank) == (severity, 1)
 
 
 def test_dumps_name_a_rank_of_another_node():

@@ -223,3 +223,16 @@ def test_training_at_a_lock_is_told_where_its_other_threads_stand():
     finding = only(with_thread(stacks(training(), process(MAIN, IN_MAIN, LOCK)), "Thread-1 (saver)", saving))
     assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
     assert finding.advice[0].text.startswith("Find the thread that holds the lock")
+
+
+@pytest.mark.parametrize(
+    ("waits", "advice"),
+    [
+        ("waiting for input at the terminal", "Answer what asks at that line"),
+        ("waiting for a pipe (standard input)", "check that the program before the `|` is alive"),
+    ],
+)
+def test_a_training_that_waits_for_input_is_told_so(waits, advice):
+    found = only(stacks(training(), process(MAIN, IN_MAIN, waits), budgets=4.1))
+    assert waits in found.summary
+    assert advice in found.advice[0].text

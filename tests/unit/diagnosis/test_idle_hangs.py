@@ -107,10 +107,18 @@ def test_ranks_of_a_server_that_wait_for_the_rank_with_the_requests_are_informat
     assert finding.severity == "info"
 
 
-@pytest.mark.parametrize(("name", "advice"), [("train.py", "get_context('spawn')"), ("other.py", "same order")])
-def test_a_lock_in_a_process_that_was_forked_is_one_that_it_inherited(name, advice):
+@pytest.mark.parametrize(
+    ("name", "begin", "advice"),
+    [
+        ("train.py", "_bootstrap", "get_context('spawn')"),
+        ("other.py", "_bootstrap", "same order"),
+        ("train.py", "<module>", "same order"),  # a launcher that starts the script again
+    ],
+)
+def test_a_lock_in_a_process_that_was_forked_is_one_that_it_inherited(name, begin, advice):
     child = ("node", 301, 6001)
-    script = idle(entry(MAIN, IN_RUN, "waiting for a child process"), entry(child, AT_LOCK, LOCK, MAIN[1]))
+    frames = [*AT_LOCK, [begin, f"{LIBRARY}/multiprocessing/process.py", 314]]
+    script = idle(entry(MAIN, IN_RUN, "waiting for a child process"), entry(child, frames, LOCK, MAIN[1]))
     for key, program in ((MAIN, "train.py"), (child, name)):
         seen = {"process_pid": key[1], "process_start_ticks": key[2], "is_python": True, "has_torch": True}
         script.event(START_SECONDS, "process-seen", AGENT, argv=["python", program], obstacle=None, **seen)

@@ -120,6 +120,22 @@ def test_stages_of_a_loop_wait_apart_from_those_of_the_batches_that_it_makes(clo
     assert stage_rows[1:] == [(0, 0, 1, MISSING_INT32, b"copy", 2, 2 * MS, 0)]
 
 
+def test_another_thread_writes_no_stages_of_a_batch_that_is_being_made(clock, stage_rows):
+    stages.due_ns = clock.wall_ns + session.HOLD_NS
+    with stage("copy"):
+        clock.pass_ns(MS, 0)
+    stages.begin_fetch(clock.wall_ns)
+    with stage("decode"):
+        clock.pass_ns(MS, 0)
+    other = threading.Thread(target=stages.write_loop_stages, args=(clock.wall_ns,))
+    other.start()
+    other.join()
+    stages.end_fetch(clock.wall_ns, 0, 0, 0)
+    stages.flush()
+    assert sorted(row[4] for row in stage_rows) == [b"copy", b"decode"]
+    assert {row[3] for row in stage_rows if row[4] == b"decode"} == {INLINE_WORKER}
+
+
 def test_cpu_time_of_short_calls_is_sampled_and_scaled(clock, stage_rows):
     read: list[int] = []
     clock.thread_time_ns = lambda: read.append(clock.wall_ns) or clock.cpu_ns

@@ -149,7 +149,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
         except BaseException as error:
             if is_inline:
                 fetching.discard(thread)
-                stages.return_to_loop()
+                hook.attempt(stages.return_to_loop)
                 calls.log((hook, on_batch_request, begun_ns, thread))
             if not isinstance(error, StopIteration):
                 hook.attempt(hook.note_deaths, self, ())

@@ -164,6 +164,7 @@ def begin_fetch(now_ns: int) -> None:
     They wait for `due_ns`: a loop of short steps does not pay for a record in each.
     """
     tally = local.tally
+    tally.has_batches = True
     if now_ns < due_ns and pending_tallies == [tally]:
         tally.outside, tally.sums = tally.sums, {}
     else:

@@ -26,8 +26,8 @@ from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.records import UNIT_OPTIMIZER, UNIT_SCRIPT
 
 FASTAI = "fastai.optimizer"
-#: Optimizers that are remembered of those that take turns: a loop may make a new one for each of its steps.
-_TURN_AT_MOST = 1000
+#: Number of optimizers of a turn that are remembered: a loop may make a new one for each step.
+_MOST_IN_TURN = 1000
 
 
 def _no_optimizer() -> None:
@@ -113,7 +113,7 @@ class StepHook(Hook):
         if (is_new and self._leader() is None) or self._follower is optimizer:
             self._leader, self._turn, self._last_turn = optimizer, {}, {}
             return True
-        if len(self._turn) < _TURN_AT_MOST:
+        if len(self._turn) < _MOST_IN_TURN:
             self._turn[id(optimizer)] = optimizer
         if self._follower() is None:
             self._follower = optimizer
