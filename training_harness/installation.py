@@ -24,7 +24,7 @@ from training_harness.hooks.loading.loader import LoaderHook
 from training_harness.hooks.on_request import risk
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import farewell
-from training_harness.hooks.stages import stage_calls
+from training_harness.hooks.stages import stage_calls, stages
 from training_harness.hooks.training import checkpoints, compilations, cuda_oom, forward_passes, steps
 from training_harness.hooks.training.step_phases import Progress
 
@@ -238,7 +238,7 @@ def detach() -> None:
     """Remove every hook and close the journals; the run ends here. Workers that already run keep recording."""
     _progress.capabilities.clear()
     undo = [_hooks.popitem()[1].remove for _ in range(len(_hooks))]
-    undo = [_progress.calls.run, _progress.requests.close, *undo]
+    undo = [_progress.calls.run, stages.flush, _progress.requests.close, *undo]
     for part in (*undo, lambda: farewell(session.active, detached=True), session.stop, _progress.forget):
         try:
             part()
