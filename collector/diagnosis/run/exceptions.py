@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
 
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import SPAWN_ERROR, Lifecycle
 from collector.diagnosis.run.processes import message_lines
 from collector.stacks import Frame
 from collector.store import ProcessKey
 
-#: First lines of messages that pass on the exception of a DataLoader worker, or of a process of mp.spawn.
-_PASSED_ON = re.compile(r"in DataLoader worker process|-- Process \d+ terminated with the following error")
+_FROM_WORKER = "in DataLoader worker process"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
@@ -56,7 +55,7 @@ def exception_of(life: Lifecycle, key: ProcessKey) -> Raised:
     """Return the uncaught exception of a process that has one."""
     event = life.exceptions[key]
     lines, raiser = message_lines(event), life.raiser(key)
-    if not _PASSED_ON.search(lines[0]):
+    if _FROM_WORKER not in lines[0] and not SPAWN_ERROR.search(lines[0]):
         return raised_in(event, key)
     kind, message = _quoted(lines)
     site = _own_frame(str(event["message"])) or event.get("site")

@@ -35,7 +35,7 @@ _LAST_SIGNAL = 64
 _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
 # torch.multiprocessing.spawn: a child that a signal ended, and one that raised
 _SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")
-_SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
+SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
 _SIGNAL_MESSAGE = re.compile(r"got signal: (\d+)")  # torch.distributed.elastic's SignalException
 
 
@@ -277,7 +277,7 @@ class Lifecycle:
 
     def raiser(self, key: ProcessKey) -> ProcessKey:
         """Return the process that raised the exception of a process: its child, where a launcher quotes that."""
-        place = _SPAWN_ERROR.search(str(self.exceptions[key].get("message")))
+        place = SPAWN_ERROR.search(str(self.exceptions[key].get("message")))
         children = self._children(key)
         return children[int(place[1])] if place and int(place[1]) < len(children) else key
 

@@ -497,14 +497,3 @@ def test_workers_that_take_memory_without_python_objects_are_not_advised_to_look
     assert "C and C++ libraries" in leak.advice[0].text
     assert leak.advice[0].expected.startswith("the growth of")
     assert not any("cache" in advice.text for advice in leak.advice)
-
-
-@pytest.mark.parametrize(("last", "keeps"), [(10, "outputs of each batch"), (60, "reference per step")])
-def test_growth_of_an_evaluation_that_is_under_way_is_that_of_its_outputs(last, keeps):
-    script = memory(training(), main=600 * RAMP, host=600 * RAMP)
-    (steps,) = script.parts["step"]
-    steps = steps[steps["time_ns"] < ns(START_SECONDS + last)]
-    script.parts["step"] = [steps.assign(unit=UNIT_OPTIMIZER)]
-    (leak, *_) = [finding for finding in findings_of(script) if finding.kind == "main-heap-leak"]
-    assert keeps in leak.advice[0].text
-    assert ("per step" in leak.summary) == (last == 60)

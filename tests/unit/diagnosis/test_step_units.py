@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from growing_memory import RAMP, findings_of, memory, training
 from simulated_runs import (
     MAIN,
     MIB,
@@ -258,3 +259,14 @@ def test_detached_notebook_is_finished_while_it_lives():
     assert diagnose(script.tables()).status == "running"
     script.event(START_SECONDS + 50, "process-exit", lost_count=0, detached=True)
     assert diagnose(script.tables()).status == "finished"
+
+
+@pytest.mark.parametrize(("last", "keeps"), [(10, "outputs of each batch"), (60, "reference per step")])
+def test_growth_of_an_evaluation_that_is_under_way_is_that_of_its_outputs(last, keeps):
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP)
+    (steps,) = script.parts["step"]
+    steps = steps[steps["time_ns"] < ns(START_SECONDS + last)]
+    script.parts["step"] = [steps.assign(unit=UNIT_OPTIMIZER)]
+    (leak, *_) = [finding for finding in findings_of(script) if finding.kind == "main-heap-leak"]
+    assert keeps in leak.advice[0].text
+    assert ("per step" in leak.summary) == (last == 60)
