@@ -133,7 +133,7 @@ def _record(life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
         seconds=seconds,
         saved_seconds=saved_seconds,
         saved_steps=saved_steps,
-        followers_count=max(len(life.mains) - (where.role == "main"), 0) if len(life.mains) > 1 else 0,
+        followers_count=_followers_count(life, where, seconds),
     )
 
 
@@ -168,6 +168,18 @@ def _end_seconds(life: Lifecycle, death: Finding) -> float | None:
         return life.wall_seconds
     _, gone_ns = end_of(life.tables, host, pid, process_at(life.tables, host, pid))
     return (gone_ns - origin_ns(life.tables)) / SECOND_NS
+
+
+def _followers_count(life: Lifecycle, victim: Locus, end_seconds: float | None) -> int:
+    """Return the number of other training processes that had not ended by themselves when the victim ended."""
+    end_ns = np.inf if end_seconds is None else origin_ns(life.tables) + end_seconds * SECOND_NS
+    ended = {
+        writer_of(event)
+        for event in life.tables.events_of("process-exit")
+        if event["time_ns"] < end_ns and writer_of(event) not in life.exceptions
+    }
+    others = {key for key in life.mains if key[:2] != (victim.host, victim.pid)} - ended
+    return len(others) if len(life.mains) > 1 else 0
 
 
 def _last_save(life: Lifecycle, end_seconds: float | None) -> tuple[float | None, int | None]:

@@ -58,7 +58,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_ra
 from collector.diagnosis.run.processes import last_step, sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Advice, Finding, Severity, fact
-from collector.flight_recorder import Standstill
+from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
@@ -86,7 +86,7 @@ _MOST_PLACES = 4  # ranks whose lines a sentence names
 
 
 def find_hangs(tables: RunTables) -> list[Finding]:
-    """Return one finding for each process that holds up a training, by the newest stacks of the run.
+    """Return a finding for each process that holds up a training, by the newest stacks of the run.
 
     A rank that no stacks show is named by dumps of PyTorch's Flight Recorder, where there are some.
     """
@@ -143,33 +143,33 @@ def _held_up(
             found |= _undelivered(life, processes, main, silent[main])
         elif culprit.key not in found and not culprit.is_evaluating:
             found[culprit.key] = culprit, _finding(life, culprit, processes, main, silent, series)
-    return _mismatch(life, [*found.values()])
+    return _in_one(life, [*found.values()])
 
 
-def _mismatch(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple[Process, Finding]]:
-    """Return one finding for ranks that are all in collectives: none is missing, so their calls do not match."""
-    ranks = [process for process, _ in found if process.is_in_collective and process.is_stuck]
-    sizes = {whole(event.get("world_size")) for event in life.tables.events_of("process-start")}
-    is_one_missing = len(ranks) < len(found) or sizes != {len(ranks)} or uneven_ranks(life.tables) is not None
-    if len(ranks) < 2 or is_one_missing:
+def _in_one(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple[Process, Finding]]:
+    """Return findings with one for all ranks that wait in collectives: for a missing rank, or for each other."""
+    ranks = [one for one in found if one[0].is_in_collective and one[0].is_stuck]
+    if len(ranks) < 2:
         return found
-    by_rank = sorted(found, key=lambda one: one[0].locus.rank or 0)
+    by_rank = sorted(ranks, key=lambda one: one[0].locus.rank or 0)
     process, finding = by_rank[0]
+    others = [one for one in found if one not in ranks]
+    sizes = {whole(event.get("world_size")) for event in life.tables.events_of("process-start")}
+    if others or sizes != {len(ranks)} or uneven_ranks(life.tables) is not None:
+        rest = [rank for one, _ in by_rank[1:] if (rank := one.locus.rank) is not None]
+        too = f" {sentence(ranks_words(rest))} {'waits' if len(rest) == 1 else 'wait'} in a collective, too."
+        return [*others, (process, replace(finding, summary=f"{finding.summary}{too if rest else ''}"))]
     places = [f"rank {one.locus.rank}{one.where}" for one, _ in by_rank]
-    is_one_line = len({one.frame for one in ranks}) == 1
+    is_one_line = len({one.frame for one, _ in ranks}) == 1
     everyone = "Both" if len(ranks) == 2 else f"All {len(ranks)}"
     standing = "at this line" if is_one_line else f"but not at one line: {', '.join(places[:_MOST_PLACES])}"
-    return [
-        (
-            process,
-            replace(
-                finding,
-                summary=f"{finding.summary} {everyone} ranks stand in a collective, {standing}.",
-                advice=(_ONE_SHAPE if is_one_line else _ONE_ORDER, *finding.advice[1:]),
-                fault=None if is_one_line else "your code",
-            ),
-        )
-    ]
+    merged = replace(
+        finding,
+        summary=f"{finding.summary} {everyone} ranks stand in a collective, {standing}.",
+        advice=(_ONE_SHAPE if is_one_line else _ONE_ORDER, *finding.advice[1:]),
+        fault=None if is_one_line else "your code",
+    )
+    return [(process, merged)]
 
 
 def _went_on(life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:

@@ -4,6 +4,7 @@ import io
 import json
 import re
 
+import pytest
 from rich.console import Console
 from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
 
@@ -134,6 +135,17 @@ def test_uncaught_exception_is_the_reason_and_its_time_is_the_end_of_the_victim(
     assert "Signal" not in record
     assert record["When"].startswith("1 min 40 s after the start")
     assert any("raised KeyError: 'label'" in text for text in texts(verdict))
+
+
+@pytest.mark.parametrize(("exits_after", "followers_count"), [(50, 0), (110, 1), (None, 1)])
+def test_a_training_that_had_ended_before_does_not_follow(exits_after, followers_count):
+    script, other = training(), ("node", 500, 3000)
+    script.event(SECONDS[1], "process-start", other)
+    if exits_after is not None:
+        script.event(SECONDS[exits_after], "process-exit", other)
+    script.event(SECONDS[100], "exception", type="KeyError", message="'label'", site="train.py:37, in main")
+    script.event(END_SECONDS, "command-exit", exit_status=1, command_pid=MAIN[1])
+    assert diagnose(script.tables()).ending.record.followers_count == followers_count
 
 
 def test_record_says_how_much_was_trained_after_the_last_checkpoint():
