@@ -352,19 +352,22 @@ def training_loaders(tables: RunTables) -> set[tuple[str, int, int, int]] | None
 
 
 def _per_second(rows: pd.DataFrame, counts: Floats, *, per_rank: bool = False) -> float | None:
-    """Return counts per second from the first to the last record, of all processes or the fastest (`per_rank`)."""
-    if len(rows) < 2:
-        return None
-    table = rows.assign(count=np.nan_to_num(counts), time=floats(rows, "time_ns"))
-    groups = table.groupby(WRITER)
+    """Return counts per second from the first to the last record: of all processes, or of the fastest rank.
+
+    As in `steps_count`, trainings without ranks are independent, and add up.
+    """
+    ranks = np.nan_to_num(floats(rows, "rank"), nan=-1.0) if per_rank else np.zeros(len(rows))
+    table = rows.assign(count=np.nan_to_num(counts), time=floats(rows, "time_ns"), rank=ranks)
+    rates = [rate for _, of_one in table.groupby("rank") if (rate := _rate(of_one)) is not None]
+    return max(rates, default=None)
+
+
+def _rate(rows: pd.DataFrame) -> float | None:
+    groups = rows.groupby(WRITER)
     totals = (groups["count"].sum() - groups["count"].first()).to_numpy()
     begins, ends = groups["time"].first().to_numpy(), groups["time"].last().to_numpy()
-    has_span = ends > begins
-    if not has_span.any():
-        return None
-    if per_rank:
-        return float((totals[has_span] / (ends - begins)[has_span]).max() * SECOND_NS)
-    return float(totals.sum() / _union_length(begins, ends) * SECOND_NS)
+    union_ns = _union_length(begins, ends)
+    return float(totals.sum() / union_ns * SECOND_NS) if union_ns > 0 else None
 
 
 def _union_length(begins: Floats, ends: Floats) -> float:

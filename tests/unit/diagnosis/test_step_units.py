@@ -106,8 +106,20 @@ def trainings(*, rank=None):
 
 
 def test_independent_trainings_add_up_and_ranks_do_not():
-    assert diagnose(trainings().tables()).steps == 200
-    assert diagnose(trainings(rank=0).tables()).steps == 100
+    independent, ranks = (diagnose(trainings(rank=rank).tables()) for rank in (None, 0))
+    assert (independent.steps, ranks.steps) == (200, 100)
+    of_ranks = ranks.summary["throughput"]["steps_per_second"]
+    assert independent.summary["throughput"]["steps_per_second"] == pytest.approx(2 * of_ranks)
+
+
+def test_trainings_that_follow_each_other_are_no_faster_than_one():
+    one, script = Script(), Script()
+    for number, key in enumerate(CHILDREN):
+        rows = step_rows(100, UNIT_OPTIMIZER, begin=START_SECONDS + 1000 * number, optimizer_ns=1000.0)
+        start_training(script, key=key).add("step", rows, key)
+        start_training(one, key=key).add("step", rows if number == 0 else [], key)
+    rates = [diagnose(each.tables()).summary["throughput"]["steps_per_second"] for each in (script, one)]
+    assert rates[0] == pytest.approx(rates[1])
 
 
 def test_wait_of_a_short_process_is_no_warning():
