@@ -117,7 +117,7 @@ def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
     slopes = candidates.groupby("series", sort=False)[slope].max()
     if len(slopes) <= MAX_LINES:
         return [str(name) for name in slopes.index]
-    return [str(name) for name in slopes.sort_values(ascending=False).index[:MAX_LINES]]
+    return [str(name) for name in slopes.sort_values(ascending=False, kind="stable").index[:MAX_LINES]]
 
 
 VIEW = View(

@@ -372,7 +372,7 @@ def _rate(rows: pd.DataFrame) -> float | None:
 
 def _union_length(begins: Floats, ends: Floats) -> float:
     """Return for how long at least one of these spans lasts: trainings may follow each other."""
-    order = np.argsort(begins)
+    order = np.argsort(begins, kind="stable")
     latest_end = np.concatenate([[-np.inf], np.maximum.accumulate(ends[order])[:-1]])
     return float(np.maximum(ends[order] - np.maximum(begins[order], latest_end), 0.0).sum())
 

@@ -214,7 +214,9 @@ def _parse(name: str, document: dict[str, Any]) -> AllocatorSnapshot:
             [*(int(segment[name]) for name in ("device", "address", "total_size", "allocated_size")), blocks]
         )
     columns = ["device", "address", "total_bytes", "allocated_bytes", "blocks"]
-    segments = pd.DataFrame(rows, columns=columns).sort_values("total_bytes", ascending=False, ignore_index=True)
+    segments = pd.DataFrame(rows, columns=columns).sort_values(
+        "total_bytes", ascending=False, kind="stable", ignore_index=True
+    )
     sites = pd.DataFrame(_sites(document), columns=["device", "site", "blocks_count", "allocated_bytes"])
     table = sites.drop(columns="device").groupby("site", as_index=False)
     return AllocatorSnapshot(
@@ -222,7 +224,7 @@ def _parse(name: str, document: dict[str, Any]) -> AllocatorSnapshot:
         rank=document.get("rank"),
         pid=int(document["pid"]),
         segments=segments,
-        sites=table.sum().sort_values("allocated_bytes", ascending=False, ignore_index=True),
+        sites=table.sum().sort_values("allocated_bytes", ascending=False, kind="stable", ignore_index=True),
     )
 
 

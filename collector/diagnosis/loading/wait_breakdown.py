@@ -73,7 +73,7 @@ class WaitBreakdown:
     @property
     def by_part(self) -> dict[str, float]:
         """Seconds waited by part, the longest first, without those below `RESOLUTION_NS`."""
-        total_ns = self.parts.sum().sort_values(ascending=False)
+        total_ns = self.parts.sum().sort_values(ascending=False, kind="stable")
         return {str(name): ns / SECOND_NS for name, ns in total_ns.items() if ns >= RESOLUTION_NS}
 
 

@@ -232,7 +232,7 @@ def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> flo
     if len(warm) <= _COLLECTIONS_COUNT:
         return 0.0
     faults, ends, rises = floats(warm, "minor_fault_count"), floats(warm, "time_ns"), np.diff(unmatched)
-    *others, usual = np.argsort(faults)[::-1][: _COLLECTIONS_COUNT + 1]
+    *others, usual = np.argsort(faults, kind="stable")[::-1][: _COLLECTIONS_COUNT + 1]
     begins = ends - fetch_ns(warm)
     overlaps = [(times[1:] > begins[batch]) & (times[:-1] < ends[batch]) for batch in others]
     rise = max(float(rises.max(initial=0.0)), float(rises[np.any(overlaps, axis=0)].sum()))

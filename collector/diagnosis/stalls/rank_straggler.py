@@ -151,7 +151,7 @@ def _few_steps(
 ) -> _Few | None:
     """Return the few steps on which most of a rank's lateness falls; None if it falls on many."""
     excess = outside[straggler] - _others_median(outside, straggler)
-    longest = np.argsort(excess)[::-1]
+    longest = np.argsort(excess, kind="stable")[::-1]
     few_count = 1 + int(np.searchsorted(np.cumsum(excess[longest]), _MOST_RATIO * excess.sum()))
     if few_count > _FEW_RATIO * len(excess):
         return None

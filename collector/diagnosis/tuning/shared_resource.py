@@ -210,7 +210,7 @@ def _log_density(durations: Floats, workers: _Integers) -> Floats:
     """
     logs = pd.Series(np.log(durations))
     off = (logs - logs.groupby(workers).transform("median")).to_numpy()
-    order, places, ranks = np.argsort(off), np.arange(len(off)), max(1, round(math.sqrt(len(off))))
+    order, places, ranks = np.argsort(off, kind="stable"), np.arange(len(off)), max(1, round(math.sqrt(len(off))))
     above, below = np.minimum(places + ranks, len(off) - 1), np.maximum(places - ranks, 0)
     distance = np.maximum(off[order[above]] - off[order[below]], _LEAST_DISTANCE)
     density = np.empty_like(off)

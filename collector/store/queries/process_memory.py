@@ -98,7 +98,9 @@ def sum_processes(samples: pd.DataFrame, from_ns: int, to_ns: int) -> pd.Series:
     table = by_bucket.agg(
         v=("v", "max"), first_ns=("first_ns", "min"), alive=("alive", "min"), role=("role", "last")
     )
-    highest = rows.dropna(subset="v").sort_values("v").groupby(["bucket", "process"])["first_ns"].last()
+    highest = (
+        rows.dropna(subset="v").sort_values("v", kind="stable").groupby(["bucket", "process"])["first_ns"].last()
+    )
     return _sum_by_role(table.assign(at_ns=highest).reset_index(), width).sum(axis=1)
 
 
@@ -248,7 +250,7 @@ def tightest_limit(snapshot: Queryable) -> dict[str, Any] | None:
     Each host counts with its smaller limit: its memory, or its cgroup's limit.
     """
     table = host_limits(snapshot)
-    table = table[table["limit"].isin(["cgroup", "host"])].sort_values("capacity_bytes")
+    table = table[table["limit"].isin(["cgroup", "host"])].sort_values("capacity_bytes", kind="stable")
     binding = table.drop_duplicates("host")
     if binding.empty:
         return None
