@@ -176,7 +176,7 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
     return (
         SEVERITIES.index(finding.severity),
         finding.kind == "cannot-tell",
-        lost_ratio and 1 - lost_ratio,
+        1.0 if finding.is_healthy else lost_ratio and 1 - lost_ratio,
         group != "death",
         finding.consequence_of is not None,
         group != ("memory forecast" if running else "memory leak"),

@@ -1,4 +1,4 @@
-"""Pauses of the training thread: saved checkpoints, code that is compiled again, regular long steps."""
+"""Pauses of the training thread: saved checkpoints, code compiled again, regular long steps, between epochs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.loading.child_processes import cpu_spent_ns
+from collector.diagnosis.loading.child_processes import cpu_spent_ns, living_children
 from collector.diagnosis.loading.core_waits import queued_ratio
-from collector.diagnosis.run.columns import SECOND_NS, floats, median, sampled_on, whole, written
+from collector.diagnosis.run.columns import (
+    ITERATIONS,
+    SECOND_NS,
+    floats,
+    median,
+    sampled,
+    sampled_on,
+    whole,
+    written,
+)
 from collector.diagnosis.run.compilations import recompilations_of
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Advice, Finding, Locus, fact, measurements
@@ -54,6 +64,13 @@ _LESS_WAITING = (
     "Find what the training waits for every {distance} steps, such as {what}: `tidegauge run --investigate` names "
     "the line. Begin that work earlier, so that it goes on during the steps"
 )
+_MIN_BETWEEN = 2  # stretches between epochs
+_LEAST_BETWEEN = 0.1  # share of the run from which on they are named
+_LESS_BETWEEN = (
+    "Look at what the script does between its epochs, such as evaluating, saving, plotting or making the dataset "
+    "again: `tidegauge run --investigate -- COMMAND` names the line. Do it less often, or in another process while "
+    "the next epoch goes on"
+)
 
 
 def find_pauses(tables: RunTables) -> list[Finding]:
@@ -70,7 +87,8 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return recompilations
     saves = _saves(tables, steps, work, main)
-    return [*recompilations, *(saves or _regular_pauses(tables, steps, work, main))]
+    between = [] if saves else _between_epochs(tables, steps, work, main)
+    return [*recompilations, *(saves or _regular_pauses(tables, steps, work, main)), *between]
 
 
 def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
@@ -180,6 +198,60 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
             advice=(Advice(text=advice, expected=f"up to {percent(loss.ratio)} less time"),),
         )
     ]
+
+
+def _between_epochs(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
+    """Find the time from the last step or batch of an epoch to the begin of the next one of any loader.
+
+    It may be an evaluation without a DataLoader, so it is information.
+    """
+    times = np.sort(np.concatenate([floats(written(tables, name, main), "time_ns") for name in ITERATIONS]))
+    epochs = (event.get("begun_ns") for event in tables.events_of("epoch-start", by=main))
+    ends = np.array(sorted(end for end in epochs if end is not None and end > times[0]), dtype=np.float64)
+    begins = times[np.searchsorted(times, ends) - 1]
+    lengths = ends - begins
+    is_long = lengths >= (_LEAST_PAUSE * _most_time(lengths) if len(lengths) else 0.0)
+    begins, ends, lengths = begins[is_long], ends[is_long], lengths[is_long]
+    seconds = float(lengths.sum()) / SECOND_NS
+    loss = Loss.of(tables, seconds, len(lengths), (times[0], times[-1]))
+    if len(lengths) < _MIN_BETWEEN or loss.ratio < _LEAST_BETWEEN:
+        return []
+    pause_seconds = median(lengths) / SECOND_NS
+    samples = sampled(tables, main)
+    cores = _cores_in(samples, begins, ends)
+    children = sampled_on(tables, main[0])
+    children = children[children["process_pid"].isin(living_children(tables, main[0], main[1]))]
+    children_ns = sum(cpu_spent_ns(children, begin, end) for begin, end in zip(begins, ends, strict=True))
+    waiting = ""
+    if cores is not None and cores < _WAITING_RATIO:
+        what = ", while its child processes compute" if children_ns >= _WAITING_RATIO * lengths.sum() else ""
+        waiting = f"Its process waits then{what}. "
+    return [
+        Finding(
+            kind="main-thread-pause",
+            severity="info",
+            confidence=loss.confidence(_MIN_BETWEEN),
+            summary=f"Between its epochs the training makes no step and takes no batch for "
+            f"{duration(pause_seconds)}, {count(len(lengths))} times. {waiting}{loss.words}",
+            locus=_locus(steps, main, "other"),
+            since_step=step_at(tables, main, begins[0]),
+            evidence=(
+                *loss.evidence(pause_seconds=pause_seconds, usual_step_seconds=float(np.median(work)) / SECOND_NS),
+                *(measurements(len(samples), loss.window, pause_cpu_ratio=cores) if cores is not None else ()),
+            ),
+            advice=(Advice(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),),
+        )
+    ]
+
+
+def _cores_in(samples: pd.DataFrame, begins: Floats, ends: Floats) -> float | None:
+    """Return the cores that a process used in these stretches, by the samples around their bounds, if known."""
+    times, cpu = floats(samples, "time_ns"), floats(samples, "cpu_ns")
+    known = np.isfinite(cpu)
+    if known.sum() < 2 or median(ends - begins) < 2 * float(np.median(np.diff(times[known]))):
+        return None
+    at_begins, at_ends = (np.interp(bounds, times[known], cpu[known]) for bounds in (begins, ends))
+    return float((at_ends - at_begins).sum() / (ends - begins).sum())
 
 
 def _cpu_ratio(pauses: pd.DataFrame) -> float | None:

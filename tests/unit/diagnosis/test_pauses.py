@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from loading_runs import STEADY, loading_findings
-from simulated_runs import MAIN, MIB, jittered, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, jittered, sample_process, simulate
 
-from training_harness.records import ROLE_MAIN
+from training_harness.records import ROLE_MAIN, ROLE_OTHER
 
 
 @pytest.mark.parametrize(
@@ -130,4 +130,36 @@ def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
 
     run = STEADY | {"service": jittered(0.005), "batches": 800}
     assert loading_findings(simulate(**run | {"consumer": noisy}))[0] == []
-    assert loading_findings(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
+    assert loading_findings(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.02}))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("cpu_ratio", "child_cores", "told"),
+    [
+        (0.02, 0.0, "3 times. Its process waits then. That costs 36 s"),
+        (0.02, 0.9, "3 times. Its process waits then, while its child processes compute. That costs 36 s"),
+        (1.0, 0.0, "3 times. That costs 36 s"),
+    ],
+)
+def test_time_between_epochs_in_which_the_script_does_something_else_is_information(cpu_ratio, child_cores, told):
+    script = simulate(**STEADY | {"service": jittered(0.005), "batches": 500, "epochs": 4, "gap": 12.0})
+    seconds = np.arange(START_SECONDS, script.now_seconds)
+    held, evaluation = np.full(len(seconds), 300 * MIB), (MAIN[0], 7, 7)
+    sample_process(
+        script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=cpu_ratio * 1e9 * (seconds - seconds[0])
+    )
+    used = {"cpu_ns": child_cores * 1e9 * seconds, "parent_pid": np.full(len(seconds), MAIN[1])}
+    sample_process(script, seconds, evaluation, ROLE_OTHER, private=held, rss=held, **used)
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert pause.severity == "info"
+    assert f"takes no batch for 12 s, {told}" in pause.summary
+
+
+def test_an_evaluation_with_a_loader_of_its_own_is_no_time_between_epochs():
+    begin, script = START_SECONDS, None
+    for _ in range(3):
+        for loader, batches in ((0, 300), (1, 200)):
+            run = STEADY | {"service": jittered(0.005), "batches": batches, "loader": loader}
+            script = simulate(**run, script=script, begin=begin)
+            begin = script.now_seconds - 1.0  # the first epoch begins a second after the loader
+    assert "main-thread-pause" not in loading_findings(script)[1]
