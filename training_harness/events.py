@@ -378,7 +378,7 @@ EVENTS: dict[EventKind, Event] = {
             "obstacle",
             "str",
             "what keeps the hooks out if Tidegauge is not installed for that Python: `PYTHONPATH replaced`, "
-            "`-E`, `-I`, `-S`, `environment cleared`, `disabled`, `no Python`, or null",
+            "`-E`, `-I`, `-S`, `environment cleared`, `another run`, `disabled`, `no Python`, or null",
         ),
     ),
     "memory-limit": _event(

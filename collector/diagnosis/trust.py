@@ -58,6 +58,10 @@ _OBSTACLES = {
         "its environment does not name the run, as after `env -i`, `sudo` or a job scheduler",
         "Pass TIDEGAUGE_RUN_DIR and PYTHONPATH on (sudo --preserve-env=TIDEGAUGE_RUN_DIR,PYTHONPATH)",
     ),
+    "another run": (
+        "it belongs to another run, of a `tidegauge run` within the command",
+        "Read the verdict on that run (`tidegauge runs` lists it), or leave out one `tidegauge run --` of the two",
+    ),
     "disabled": ("TIDEGAUGE_DISABLED=1 is set in its environment", "Unset TIDEGAUGE_DISABLED"),
 }
 _UNKNOWN = (

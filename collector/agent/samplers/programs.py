@@ -17,9 +17,10 @@ from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
 from training_harness.redaction import redact
 
 #: Reasons for absent hooks, in the order in which they are checked.
-NO_PYTHON, NO_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, PYTHONPATH = (
+NO_PYTHON, NO_RUN, OTHER_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, PYTHONPATH = (
     "no Python",
     "environment cleared",
+    "another run",
     "disabled",
     "-S",
     "-I",
@@ -51,8 +52,8 @@ class Program:
     obstacle: str | None
 
 
-def read_program(proc: str, pid: int) -> Program | None:
-    """Describe a living process; None if its command line or environment cannot be read."""
+def read_program(proc: str, pid: int, run_dir: str | None = None) -> Program | None:
+    """Describe a living process of the run in `run_dir`; None if it cannot be read."""
     argv, environ = procfs.read_command_line(proc, pid), read_environ(proc, pid)
     if not argv or environ is None:
         return None
@@ -63,7 +64,7 @@ def read_program(proc: str, pid: int) -> Program | None:
     return Program(
         argv=tuple(word[:_CHARACTERS_AT_MOST] for word in words[:_ARGUMENTS_AT_MOST]),
         is_python=is_python,
-        obstacle=obstacle(argv, environ) if is_python else NO_PYTHON,
+        obstacle=obstacle(argv, environ, run_dir) if is_python else NO_PYTHON,
     )
 
 
@@ -83,10 +84,12 @@ def _executable(proc: str, pid: int) -> str:
         return ""
 
 
-def obstacle(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
+def obstacle(argv: Sequence[str], environ: Mapping[str, str], run_dir: str | None = None) -> str | None:
     """Return why a Python process without an installed Tidegauge has no hooks; None if nothing prevents them."""
     if RUN_DIR_VARIABLE not in environ:
         return NO_RUN
+    if run_dir not in (None, environ[RUN_DIR_VARIABLE]):
+        return OTHER_RUN
     if environ.get(DISABLED_VARIABLE) == "1":
         return DISABLED
     options = _options(argv)
@@ -143,7 +146,8 @@ class ProgramLog:
     #: Ticks after its first one at which a process is read: torch is imported within seconds, or never.
     _READ_AT_TICKS = (1, 2, 4, 8, 15)
 
-    def __init__(self, proc: str = "/proc") -> None:
+    def __init__(self, run_dir: str, proc: str = "/proc") -> None:
+        self._run_dir = run_dir
         self._proc = proc
         self._ticks: dict[LocalProcess, int] = {}
         self._done: set[LocalProcess] = set()
@@ -158,7 +162,7 @@ class ProgramLog:
         return [fields for key in due for fields in self._describe(key, is_first=self._ticks[key] == first)]
 
     def _describe(self, key: LocalProcess, *, is_first: bool) -> list[dict[str, object]]:
-        program = read_program(self._proc, key.pid) if self._events_count < self.AT_MOST else None
+        program = read_program(self._proc, key.pid, self._run_dir) if self._events_count < self.AT_MOST else None
         if program is None:
             return []
         imports_torch = program.is_python and has_torch(self._proc, key.pid)

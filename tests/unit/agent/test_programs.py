@@ -30,11 +30,12 @@ RUN = {RUN_DIR_VARIABLE: "/home/ann/runs/one", "PYTHONPATH": f"{SHIM}:/home/ann/
         (["python", "train.py"], {"PYTHONPATH": None}, "PYTHONPATH replaced"),
         (["python", "train.py"], {RUN_DIR_VARIABLE: None}, "environment cleared"),
         (["python", "train.py"], {DISABLED_VARIABLE: "1"}, "disabled"),
+        (["python", "train.py"], {RUN_DIR_VARIABLE: "/home/ann/runs/two"}, "another run"),
     ],
 )
 def test_obstacle_to_the_hooks_is_named(argv, changes, reason):
     environ = {name: value for name, value in {**RUN, **changes}.items() if value is not None}
-    assert obstacle(argv, environ) == reason
+    assert obstacle(argv, environ, RUN[RUN_DIR_VARIABLE]) == reason
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_processes_left_running_are_found_by_their_environment(child):
 
 def test_process_is_recorded_once_and_not_in_its_first_tick(child):
     key = programs.LocalProcess(child.pid, start_ticks(child.pid))
-    log = ProgramLog()
+    log = ProgramLog(RUN[RUN_DIR_VARIABLE])
     assert log.update([key]) == []
     (noted,) = log.update([key])
     assert (noted["process_pid"], noted["is_python"], noted["has_torch"]) == (child.pid, True, False)
@@ -80,7 +81,7 @@ def test_process_is_recorded_once_and_not_in_its_first_tick(child):
 
 def test_number_of_recorded_programs_is_limited(child, monkeypatch):
     monkeypatch.setattr(ProgramLog, "AT_MOST", 1)
-    log = ProgramLog()
+    log = ProgramLog(RUN[RUN_DIR_VARIABLE])
     keys = [programs.LocalProcess(child.pid, start_ticks(child.pid)), programs.LocalProcess(os.getpid(), 1)]
     log.update(keys)
     assert len(log.update(keys)) == 1
