@@ -203,13 +203,14 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
 def _between_epochs(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
     """Find the time from the last step or batch of an epoch to the begin of the next one of any loader.
 
-    It may be an evaluation without a DataLoader, so it is information.
+    The last batch may be at work for as long as a step usually is. The rest may be an evaluation without a
+    DataLoader, so it is information.
     """
     times = np.sort(np.concatenate([floats(written(tables, name, main), "time_ns") for name in ITERATIONS]))
     epochs = (event.get("begun_ns") for event in tables.events_of("epoch-start", by=main))
     ends = np.array(sorted(end for end in epochs if end is not None and end > times[0]), dtype=np.float64)
-    begins = times[np.searchsorted(times, ends) - 1]
-    lengths = ends - begins
+    begins, usual = times[np.searchsorted(times, ends, side="right") - 1], float(np.median(work))
+    lengths = np.maximum(ends - begins - usual, 0.0)
     is_long = lengths >= (_LEAST_PAUSE * _most_time(lengths) if len(lengths) else 0.0)
     begins, ends, lengths = begins[is_long], ends[is_long], lengths[is_long]
     seconds = float(lengths.sum()) / SECOND_NS
@@ -236,7 +237,7 @@ def _between_epochs(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
             locus=_locus(steps, main, "other"),
             since_step=step_at(tables, main, begins[0]),
             evidence=(
-                *loss.evidence(pause_seconds=pause_seconds, usual_step_seconds=float(np.median(work)) / SECOND_NS),
+                *loss.evidence(pause_seconds=pause_seconds, usual_step_seconds=usual / SECOND_NS),
                 *(measurements(len(samples), loss.window, pause_cpu_ratio=cores) if cores is not None else ()),
             ),
             advice=(Advice(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),),

@@ -163,3 +163,12 @@ def test_an_evaluation_with_a_loader_of_its_own_is_no_time_between_epochs():
             script = simulate(**run, script=script, begin=begin)
             begin = script.now_seconds - 1.0  # the first epoch begins a second after the loader
     assert "main-thread-pause" not in loading_findings(script)[1]
+
+
+def test_work_on_the_last_batch_is_no_time_between_epochs():
+    """Batches end the steps: the last one of an epoch ends when the next epoch has begun."""
+    run = STEADY | {"service": jittered(0.005), "consumer": jittered(0.5), "batches": 3, "epochs": 20, "gap": 0.0}
+    script = simulate(**run)
+    for part in script.parts["step"]:
+        part["time_ns"] += 1000
+    assert "main-thread-pause" not in loading_findings(script)[1]
