@@ -207,8 +207,8 @@ def _between_epochs(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
     DataLoader, so it is information.
     """
     times = np.sort(np.concatenate([floats(written(tables, name, main), "time_ns") for name in ITERATIONS]))
-    epochs = (event.get("begun_ns") for event in tables.events_of("epoch-start", by=main))
-    ends = np.array(sorted(end for end in epochs if end is not None and end > times[0]), dtype=np.float64)
+    ends = _epoch_begins(tables, main)
+    ends = ends[ends > times[0]]
     begins, usual = times[np.searchsorted(times, ends, side="right") - 1], float(np.median(work))
     lengths = np.maximum(ends - begins - usual, 0.0)
     is_long = lengths >= (_LEAST_PAUSE * _most_time(lengths) if len(lengths) else 0.0)
@@ -243,6 +243,20 @@ def _between_epochs(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
             advice=(Advice(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),),
         )
     ]
+
+
+def _epoch_begins(tables: RunTables, main: ProcessKey) -> Floats:
+    """Return when each epoch of any loader began (ns): its iterator, or without workers the wait for a batch."""
+    batches = written(tables, "batch", main)
+    firsts = batches[floats(batches, "index") == 0]
+    begun = {
+        (event["loader"], event["epoch"]): float(event["begun_ns"])
+        for event in tables.events_of("epoch-start", by=main)
+        if event.get("begun_ns") is not None
+    }
+    asked = floats(firsts, "time_ns") - floats(firsts, "wait_ns")
+    epochs = zip(firsts["loader"], firsts["epoch"], asked, strict=True)
+    return np.sort(np.array([begun.get((loader, epoch), at) for loader, epoch, at in epochs], dtype=np.float64))
 
 
 def _cores_in(samples: pd.DataFrame, begins: Floats, ends: Floats) -> float | None:

@@ -134,15 +134,21 @@ def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
 
 
 @pytest.mark.parametrize(
-    ("cpu_ratio", "child_cores", "told"),
+    ("workers", "cpu_ratio", "child_cores", "told"),
     [
-        (0.02, 0.0, "3 times. Its process waits then. That costs 36 s"),
-        (0.02, 0.9, "3 times. Its process waits then, while its child processes compute. That costs 36 s"),
-        (1.0, 0.0, "3 times. That costs 36 s"),
+        (2, 0.02, 0.0, "3 times. Its process waits then. That costs 36 s"),
+        (2, 0.02, 0.9, "3 times. Its process waits then, while its child processes compute. That costs 36 s"),
+        (2, 1.0, 0.0, "3 times. That costs 36 s"),
+        (0, 1.0, 0.0, "3 times. That costs 36 s"),
     ],
 )
-def test_time_between_epochs_in_which_the_script_does_something_else_is_information(cpu_ratio, child_cores, told):
-    script = simulate(**STEADY | {"service": jittered(0.005), "batches": 500, "epochs": 4, "gap": 12.0})
+def test_time_between_epochs_in_which_the_script_does_something_else_is_information(
+    workers, cpu_ratio, child_cores, told
+):
+    run = STEADY | {"workers": workers, "service": jittered(0.005), "batches": 500, "epochs": 4, "gap": 12.0}
+    script = simulate(**run)
+    if not workers:
+        script.events = [event for event in script.events if event["kind"] != "epoch-start"]
     seconds = np.arange(START_SECONDS, script.now_seconds)
     held, evaluation = np.full(len(seconds), 300 * MIB), (MAIN[0], 7, 7)
     sample_process(
