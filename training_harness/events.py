@@ -377,8 +377,8 @@ EVENTS: dict[EventKind, Event] = {
         Field(
             "obstacle",
             "str",
-            "what keeps the hooks out if Tidegauge is not installed for that Python: `PYTHONPATH replaced`, "
-            "`-E`, `-I`, `-S`, `environment cleared`, `another run`, `disabled`, `no Python`, or null",
+            "what keeps the hooks out where Tidegauge is not installed: `PYTHONPATH replaced`, `-E`, `-I`, `-S`, "
+            "`environment cleared`, `another run`, `disabled`, `PID namespace`, `no Python`, or null",
         ),
     ),
     "memory-limit": _event(

@@ -58,6 +58,10 @@ _OBSTACLES = {
         "its environment does not name the run, as after `env -i`, `sudo` or a job scheduler",
         "Pass TIDEGAUGE_RUN_DIR and PYTHONPATH on (sudo --preserve-env=TIDEGAUGE_RUN_DIR,PYTHONPATH)",
     ),
+    "PID namespace": (
+        "it runs in a PID namespace of its own, where it has another process id than here",
+        "Start `tidegauge run` within that namespace, such as in the container",
+    ),
     "another run": (
         "it belongs to another run, of a `tidegauge run` within the command",
         "Read the verdict on that run (`tidegauge runs` lists it), or leave out one `tidegauge run --` of the two",
@@ -232,7 +236,24 @@ def find_attachment(tables: RunTables) -> list[Finding]:
     life = lifecycle_of(tables)
     if life.watched:
         return [_watched(life)]
-    return [*_left_running(life), *_no_iterations(life)]
+    return [*_left_running(life), *_in_namespaces(life), *_no_iterations(life)]
+
+
+def _in_namespaces(life: Lifecycle) -> list[Finding]:
+    """Find processes whose records have other process ids than their samples."""
+    events = [event for event in life.tables.events_of("process-seen") if event.get("obstacle") == "PID namespace"]
+    if not events or not life.mains:
+        return []
+    pids = list(dict.fromkeys(whole(event.get("process_pid")) for event in events))
+    why, remedy = _OBSTACLES["PID namespace"]
+    return [
+        cannot_tell(
+            f"The memory of process {pids[0]} is not matched with its steps, batches and workers: {why}.",
+            fact("unmatched_processes_count", len(pids), "run", n=len(pids)),
+            locus=Locus(host=str(events[0]["host"]), role="other", pid=pids[0]),
+            advice=(Advice(text=remedy, expected="each process has its steps, batches and memory"),),
+        )
+    ]
 
 
 def _no_iterations(life: Lifecycle) -> list[Finding]:

@@ -176,6 +176,13 @@ def anon_bytes(proc: str, pid: int) -> int | None:
     return status.rss_bytes - (status.file_bytes or 0) - (status.shm_bytes or 0)
 
 
+def namespaces_count(proc: str, pid: int) -> int:
+    """Return the number of nested PID namespaces that a process has a pid in (proc(5), NSpid); 1 if not known."""
+    status = read_file(f"{proc}/{pid}/status") or b""
+    found = re.search(rb"^NSpid:(.*)$", status, re.MULTILINE)
+    return max(1, len(found[1].split())) if found else 1
+
+
 def handles_signal(proc: str, pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal (SigCgt of /proc/PID/status); False if it is gone."""
     mask = _HANDLED.search(_read_once(f"{proc}/{pid}/status") or b"")

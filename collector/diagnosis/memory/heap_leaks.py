@@ -75,7 +75,7 @@ _ALIKE_RATIO = 0.5
 #: Epochs whose worker in one place must have grown alike, for the epoch to bound the growth.
 _MIN_EPOCHS = 3
 _NO_ITERATIONS = (
-    " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
+    " No batch, optimizer step or forward pass of it was seen: whether each iteration keeps something is not known."
 )
 _AFTER_TRAINING = " It did so after the training's last step or batch."
 

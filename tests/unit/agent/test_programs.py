@@ -63,6 +63,17 @@ def test_obstacle_of_another_program_is_that_it_is_not_python():
         process.kill()
 
 
+def test_a_process_in_a_pid_namespace_of_its_own_is_said_to_be_in_one(tmp_path):
+    for pid, pids in ((os.getpid(), b"7"), (500, b"500\t2"), (501, b"501")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "status").write_bytes(b"Name:\tpython\nNSpid:\t" + pids + b"\nNSsid:\t0\n")
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
+        environ = b"\0".join(os.fsencode(f"{name}={value}") for name, value in RUN.items())
+        (tmp_path / str(pid) / "environ").write_bytes(environ)
+    assert read_program(str(tmp_path), 500).obstacle == "PID namespace"
+    assert read_program(str(tmp_path), 501).obstacle is None
+
+
 def test_processes_left_running_are_found_by_their_environment(child):
     since = start_ticks(child.pid)
     assert [key.pid for key in find_left_running("/proc", "/home/ann/runs/one", since)] == [child.pid]

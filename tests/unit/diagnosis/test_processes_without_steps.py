@@ -62,7 +62,7 @@ def test_leak_without_iterations_is_found_with_less_confidence():
     assert found.severity == "warning"
     assert found.confidence < 0.85
     assert "(python serve.py)" in found.summary
-    assert "no batches, optimizer steps or forward passes" in found.summary
+    assert "No batch, optimizer step or forward pass of it was seen" in found.summary
     assert found.locus.role == "other"
     assert found.rate.value == pytest.approx(10 * MIB, rel=0.1)
 

@@ -85,7 +85,7 @@ def test_an_actor_that_grows_is_judged_by_its_own_forward_passes(passes):
     found = diagnose(dataclasses.replace(script.tables(), other_steps=other if passes else None)).findings
     (leak,) = [finding for finding in found if finding.kind == "main-heap-leak"]
     assert leak.severity == ("warning" if passes else "info")
-    assert (" per step" in leak.summary, "no batches" in leak.summary) == (passes, not passes)
+    assert (" per step" in leak.summary, "No batch" in leak.summary) == (passes, not passes)
     assert leak.evidence[0].value > 180 * MIB
 
 
