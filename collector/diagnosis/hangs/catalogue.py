@@ -11,6 +11,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_NOTICE,
     AWAITS_POOL,
     AWAITS_QUEUE,
+    AWAITS_ROOM,
     AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
@@ -56,6 +57,11 @@ _HANG_ADVICE = {
     AWAITS_QUEUE: Advice(
         text="Find the thread or process that should fill this queue: `tidegauge stacks` shows whether it lives "
         "and where it stands; give `get` a timeout",
+        expected="an exception in place of the hang",
+    ),
+    AWAITS_ROOM: Advice(
+        text="Find the thread or process that should take (`get`) what is put at that line: `tidegauge stacks` "
+        "shows whether it lives and where it stands; give `put` a timeout",
         expected="an exception in place of the hang",
     ),
     AWAITS_TAKER: Advice(
@@ -112,6 +118,12 @@ _OWN_LOCK = Advice(
     text="Find the thread that holds the lock at that line (`tidegauge stacks`), and take several locks in "
     "the same order everywhere",
     expected="no thread waits for a lock whose holder waits for it",
+)
+_LOCKED_TWICE = Advice(
+    text="Look at the callers of that line (`tidegauge stacks --native`): a signal handler or a `__del__` waits "
+    "for ever for a lock that is held by the code which it interrupts. Let it only set a flag, or use "
+    "threading.RLock",
+    expected="no thread waits for a lock that it holds itself",
 )
 _FORKED_LOCK = Advice(
     text="Start that process by `multiprocessing.get_context('spawn')`, or before the training uses threads",
@@ -215,7 +227,16 @@ def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
 
 
 def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
-    """Return the hang of a process that waits for one of its threads, and has none besides the main thread."""
+    """Return the hang of a process that waits for one of its threads, and has none besides the main thread.
+
+    It is at a lock if `awaits` is None.
+    """
+    if awaits is None:
+        told = (
+            "The process has no other Python thread: this thread holds the lock itself, or native code or another "
+            "process does."
+        )
+        return replace(hang, summary=f"{hang.summary} {told}", advice=(_LOCKED_TWICE, *hang.advice[1:]))
     if awaits == AWAITS_LOOP:
         told = "The loop has no connection, pipe, child or timer, and no other Python thread could wake it."
         return replace(hang, summary=f"{hang.summary} {told}")

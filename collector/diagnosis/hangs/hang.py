@@ -32,6 +32,7 @@ from collector.diagnosis.hangs.stuck_process import (
     Series,
     has_children,
     helpers_compute,
+    is_forked,
     last_series,
     processes_of,
     raised_elsewhere,
@@ -276,7 +277,9 @@ def _finding(
         hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(silence["lasted_seconds"]),
     )
-    found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    found = catalogue.with_remedy(
+        found, waits, goes_on=life.status() == "running", is_forked=is_forked(life, culprit)
+    )
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
         found = replace(
@@ -304,7 +307,9 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
     ended = life.tables.events_of("thread-exception", by=process.key)
     ended = [event for event in ended if event["time_ns"] <= until_ns]
     if not ended:
-        return catalogue.of_lone_thread(hang, process.awaits) if process.is_alone else hang
+        is_at_lock = process.is_at_lock and process.awaits is None and not is_forked(life, process)
+        is_lone = process.is_alone or (process.locus.role == "main" and is_at_lock and process.has_one_thread)
+        return catalogue.of_lone_thread(hang, process.awaits) if is_lone else hang
     before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
     when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
     raised = raised_in(ended[-1], process.key)

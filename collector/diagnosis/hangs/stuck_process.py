@@ -24,6 +24,7 @@ from collector.stacks import (
     MAIN_THREAD,
     MAKES_BATCH,
     ONE_ENDLESS,
+    PROCESS_BEGIN,
     SUSPENDED,
     WAITS_FOR_INDEX,
     Frame,
@@ -46,13 +47,16 @@ AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item o
 AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
 #: The same of a queue of `multiprocessing`, which another process fills.
 AWAITS_ITEM = f"{AWAITS_QUEUE} of another process"
+#: A queue with a bound, and the same of `multiprocessing`, which another process empties.
+AWAITS_ROOM = "waiting for room in a full queue"
+AWAITS_ROOM_ELSEWHERE = f"{AWAITS_ROOM} to another process"
 #: An event loop of asyncio always has one descriptor, by which other threads wake it.
 AWAITS_LOOP = "waiting for an event of its asyncio loop"
 AWAITS_THREADS = "waiting to end until its other threads end"
 #: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
 AWAITS_NOTICE = "waiting for a thread to wake it"
 #: Waits that only a thread of the same process can end.
-_ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_TASK, AWAITS_NOTICE)
+_ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK, AWAITS_NOTICE)
 #: Waits for a thread that itself may wait for something slow.
 _OF_THREADS = (*_ENDED_BY_THREAD, AWAITS_THREAD, AWAITS_THREADS)
 #: A process of `multiprocessing` ends only when its queues have handed over all that it put.
@@ -60,12 +64,15 @@ AWAITS_TAKER = "waiting to end until someone takes what it put in a queue"
 _ENDING = ("_exit_function", "multiprocessing/util.py")
 _TRACKER_PATHS = ("multiprocessing/resource_tracker.py",)
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
+_QUEUE_PATHS = ("multiprocessing/queues.py", "multiprocess/queues.py")
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
 _AWAITED = (
     ("get", _POOL_PATHS, AWAITS_POOL),
     ("next", _POOL_PATHS, AWAITS_POOL),
     ("get", ("/queue.py",), AWAITS_QUEUE),
-    ("get", ("multiprocessing/queues.py", "multiprocess/queues.py"), AWAITS_ITEM),
+    ("get", _QUEUE_PATHS, AWAITS_ITEM),
+    ("put", ("/queue.py",), AWAITS_ROOM),
+    ("put", _QUEUE_PATHS, AWAITS_ROOM_ELSEWHERE),
     ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
     ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
@@ -187,8 +194,12 @@ class Process:
         is_idle_loop = (
             self.awaits == AWAITS_LOOP and self.main is not None and ONE_ENDLESS in (self.main.waits or "")
         )
-        needs_thread = self.awaits in _ENDED_BY_THREAD or is_idle_loop
-        return needs_thread and all(stack.activity in HELPS_QUEUES for stack in self._others)
+        return (self.awaits in _ENDED_BY_THREAD or is_idle_loop) and self.has_one_thread
+
+    @property
+    def has_one_thread(self) -> bool:
+        """True if it has no other Python threads than helpers of queues."""
+        return all(stack.activity in HELPS_QUEUES for stack in self._others)
 
     @property
     def has_thread_at_work(self) -> bool:
@@ -378,8 +389,12 @@ def _place_words(frame: Frame) -> str:
 
 
 def _place(entry: Mapping[str, Any]) -> Any:
-    """Return where the main thread of a dump stands: its frames."""
-    return next((thread["frames"] for thread in entry["threads"] if thread["thread"] == MAIN_THREAD), None)
+    """Return where the main thread of a dump stands: its frames, each once.
+
+    If a handler is blocked and its signal comes again and again, ever more calls of it lie above each other.
+    """
+    main = (thread for thread in entry["threads"] if thread["thread"] == MAIN_THREAD)
+    return next(([*dict.fromkeys(map(tuple, thread["frames"]))] for thread in main), None)
 
 
 def _busy_ratio(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
@@ -417,6 +432,15 @@ def stuck_child(parent: Process, processes: Iterable[Process]) -> Process | None
     children = (one for one in processes if one.parent_pid == parent.key[1] and one.locus.role == "other")
     stuck = (one for one in children if one.is_at_lock and one.is_stuck and one.moved_seconds_ago is None)
     return next((one for one in stuck if one.awaits == AWAITS_TAKER or one.computes_at_innermost), None)
+
+
+def is_forked(life: Lifecycle, process: Process) -> bool:
+    """Return whether `multiprocessing` forked a process: it began there, with the command line of its parent."""
+    frames = process.main.frames if process.main else ()
+    if not any(is_in(frame, *PROCESS_BEGIN) for frame in frames):
+        return False
+    parents = (key for key in life.programs if key[:2] == (process.key[0], process.parent_pid))
+    return any(life.programs[key] == life.programs.get(process.key) for key in parents)
 
 
 def who_holds_up(workers: Sequence[Process]) -> Process | None:

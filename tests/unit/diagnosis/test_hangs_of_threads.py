@@ -62,6 +62,7 @@ def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
     ("call", "path", "words"),
     [
         ("Queue.get", "queue.py", "waiting for an item of a queue"),
+        ("Queue.put", "queue.py", "waiting for room in a full queue"),
         ("Thread.join", "threading.py", "waiting for the end of a thread"),
         ("Future.result", "concurrent/futures/_base.py", "waiting for the result of a task"),
         ("Event.wait", "threading.py", "waiting for a thread to wake it"),
@@ -134,6 +135,15 @@ def test_queue_of_a_process_that_has_ended(ends_at, others, severity):
     assert "it is waiting for an item of a queue of another process in main, train.py:33" in finding.summary
     assert ("child process (pid 3000) ended just then, and a queue" in finding.summary) == (ends_at == 21.0)
     assert finding.advice[0].text.startswith("Find out what ended" if ends_at == 21.0 else "Find the thread or")
+
+
+def test_worker_that_fills_a_queue_which_nothing_empties_is_not_taken_for_a_lock():
+    filling = [["Queue.put", f"{LIBRARY}/multiprocessing/queues.py", 89], *IN_A_SAMPLE]
+    workers = [process(key, filling, LOCK) for key in WORKERS]
+    finding = only(stacks(training(), *workers, process(MAIN, FOR_A_BATCH, POLL)))
+    assert finding.severity == "critical"
+    assert "it is waiting for room in a full queue to another process in Files.__getitem__" in finding.summary
+    assert finding.advice[0].text.startswith("Find the thread or process that should take")
 
 
 @pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
@@ -223,6 +233,18 @@ def test_training_at_a_lock_is_told_where_its_other_threads_stand():
     finding = only(with_thread(stacks(training(), process(MAIN, IN_MAIN, LOCK)), "Thread-1 (saver)", saving))
     assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
     assert finding.advice[0].text.startswith("Find the thread that holds the lock")
+
+
+def test_a_handler_at_a_lock_that_its_own_thread_holds():
+    """Its timer runs out again and again: ever more calls of it lie above each other."""
+    script = stacks(training(), process(MAIN, IN_MAIN, LOCK))
+    dumps = [event["processes"][0]["threads"][0] for event in script.events if event["kind"] == "stacks"]
+    for number, thread in enumerate(dumps):
+        thread["frames"] = [["report", "/home/me/train.py", 6]] * (number + 2) + thread["frames"]
+    finding = only(script)
+    assert finding.severity == "critical"
+    assert "in report, train.py:6. The process has no other Python thread: this thread holds" in finding.summary
+    assert "a signal handler or a `__del__`" in finding.advice[0].text
 
 
 @pytest.mark.parametrize(
