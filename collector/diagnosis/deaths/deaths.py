@@ -272,7 +272,7 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
         pid=key[1],
     )
     finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
-    cause = cause_of(life.tables, error.process, event, error.headline)
+    cause = cause_of(life.tables, error.process, worker, event, error.headline)
     if cause is None:
         return finding
     return replace(
