@@ -10,6 +10,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_LOOP,
     AWAITS_NOTICE,
     AWAITS_POOL,
+    AWAITS_PROCESS,
     AWAITS_QUEUE,
     AWAITS_ROOM,
     AWAITS_TAKER,
@@ -79,6 +80,11 @@ _HANG_ADVICE = {
     ),
     AWAITS_NOTICE: Advice(
         text="Find the thread that should call `notify`, `set` or `release`, and give `wait` a timeout",
+        expected="an exception in place of the hang",
+    ),
+    AWAITS_PROCESS: Advice(
+        text="Find the process that should call `notify`, `set` or `release`, or come to the Barrier "
+        "(`tidegauge stacks`): it may have ended, as a worker does that has no samples left. Give `wait` a timeout",
         expected="an exception in place of the hang",
     ),
     AWAITS_LOOP: Advice(

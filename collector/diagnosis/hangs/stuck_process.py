@@ -55,6 +55,8 @@ AWAITS_LOOP = "waiting for an event of its asyncio loop"
 AWAITS_THREADS = "waiting to end until its other threads end"
 #: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
 AWAITS_NOTICE = "waiting for a thread to wake it"
+#: The same of `multiprocessing`, which another process ends.
+AWAITS_PROCESS = "waiting for another process to wake it"
 #: Waits that only a thread of the same process can end.
 _ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK, AWAITS_NOTICE)
 #: Waits for a thread that itself may wait for something slow.
@@ -76,6 +78,7 @@ _AWAITED = (
     ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
     ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
+    ("wait", ("multiprocessing/synchronize.py", "multiprocess/synchronize.py"), AWAITS_PROCESS),
     ("wait", ("/threading.py",), AWAITS_NOTICE),
     ("_run_once", ("asyncio/base_events.py",), AWAITS_LOOP),
 )

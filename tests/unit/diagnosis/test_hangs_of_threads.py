@@ -137,13 +137,31 @@ def test_queue_of_a_process_that_has_ended(ends_at, others, severity):
     assert finding.advice[0].text.startswith("Find out what ended" if ends_at == 21.0 else "Find the thread or")
 
 
-def test_worker_that_fills_a_queue_which_nothing_empties_is_not_taken_for_a_lock():
-    filling = [["Queue.put", f"{LIBRARY}/multiprocessing/queues.py", 89], *IN_A_SAMPLE]
-    workers = [process(key, filling, LOCK) for key in WORKERS]
+@pytest.mark.parametrize(
+    ("calls", "words", "advice"),
+    [
+        (
+            [["Queue.put", f"{LIBRARY}/multiprocessing/queues.py", 89]],
+            "waiting for room in a full queue to another process",
+            "Find the thread or process that should take",
+        ),
+        (
+            [
+                ["Condition.wait", f"{LIBRARY}/multiprocessing/synchronize.py", 261],
+                ["Barrier.wait", f"{LIBRARY}/threading.py", 689],
+            ],
+            "waiting for another process to wake it",
+            "Find the process that should call `notify`",
+        ),
+    ],
+)
+def test_workers_that_wait_for_another_process_are_not_taken_for_a_lock_or_a_thread(calls, words, advice):
+    workers = [process(key, calls + IN_A_SAMPLE, LOCK) for key in WORKERS]
     finding = only(stacks(training(), *workers, process(MAIN, FOR_A_BATCH, POLL)))
     assert finding.severity == "critical"
-    assert "it is waiting for room in a full queue to another process in Files.__getitem__" in finding.summary
-    assert finding.advice[0].text.startswith("Find the thread or process that should take")
+    assert f"it is {words} in Files.__getitem__, dataset.py:41;" in finding.summary
+    assert "no other Python thread" not in finding.summary
+    assert finding.advice[0].text.startswith(advice)
 
 
 @pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
