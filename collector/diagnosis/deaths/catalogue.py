@@ -187,6 +187,17 @@ KILLED = Death(
         ),
     ),
 )
+#: The same under a shell whose own status is 0, such as that of the last program of a pipeline.
+KILLED_UNDER_SHELL = replace(
+    KILLED,
+    sentence="{what} ended in the middle of an epoch without recording its end, as after a signal or os._exit.",
+    advice=(
+        Advice(
+            text="Begin the shell script with `set -eo pipefail`, and run again with PYTHONFAULTHANDLER=1",
+            expected="the exit status of the command names the signal, and the stack shows the line of a crash",
+        ),
+    ),
+)
 STOPPED = replace(KILLED, severity="warning", fault="outside")
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CPU_LIMIT = replace(

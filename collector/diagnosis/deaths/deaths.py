@@ -33,6 +33,7 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
+from collector.diagnosis.loading.loaders import has_batches_left
 from collector.diagnosis.run.columns import SECOND_NS, origin_ns, sampled, whole
 from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
@@ -103,8 +104,18 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         *(oom_kill(tables, victim) for victim in merge_workers(oom)),
         *(bus_error(tables, victim) for victim in merge_workers(bus)),
         *(slurm_kill(tables, victim) for victim in over),
-        *(_kill(life, victim) for victim in merge_workers(rest)),
+        *(_kill(life, victim, _death_of(victim)) for victim in merge_workers(rest)),
+        *(
+            _kill(life, victim, catalogue.KILLED_UNDER_SHELL)
+            for victim in gone
+            if victim not in oom and victim.main in survived and _is_lost_under_shell(life, victim.main)
+        ),
     ]
+
+
+def _is_lost_under_shell(life: Lifecycle, key: ProcessKey) -> bool:
+    """Return whether a training process that a shell started vanished in the middle of an epoch."""
+    return key not in life.exceptions and life.is_under_shell(key) and has_batches_left(life.tables, key) is True
 
 
 def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Victim]:
@@ -116,14 +127,15 @@ def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Vict
     return {key: victims[key[:2]] for key in life.exceptions if key[:2] in victims}
 
 
-def _kill(life: Lifecycle, victim: Victim) -> Finding:
+def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
+    """Return the finding on a victim: that of its `usual` death, unless Tidegauge or its CPU limit ended it."""
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
     if victim.key in life.recorded_exits and victim.key not in life.exceptions:
         by += " while its interpreter shut down, after the end of the script"
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     cpu_time = _used_up_cpu_time(life.tables, victim)
-    death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else _death_of(victim)
+    death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
     return death.finding(
         locus=victim.locus,
         since_step=victim.since_step,

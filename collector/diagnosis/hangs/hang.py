@@ -40,7 +40,7 @@ from collector.diagnosis.hangs.stuck_process import (
     stuck_child,
     who_holds_up,
 )
-from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.loading.loaders import has_batches_left, loader_settings, worker_slots
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.run.columns import (
     ITERATIONS,
@@ -360,27 +360,23 @@ def _is_plain(
     is_at_work = culprit.is_busy or helpers_compute(series)
     if culprit.is_stuck and not is_at_work and patience is not None:
         return budgets >= patience
-    if not is_worker and not others_count and not _has_batches_left(life.tables, culprit.key, series):
+    if not is_worker and not others_count and not _may_have_batches_left(life.tables, culprit.key, series):
         return False
     return budgets >= LONG_PATIENCE and (is_worker or culprit.is_stuck)
 
 
-def _has_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:
-    """Return whether a training process is in an epoch whose last batch it has not had.
+def _may_have_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:
+    """Return whether a training process may be in an epoch whose last batch it has not had.
 
     A loop that is left early ends its workers, so without them the epoch is over.
     """
     batches = written(tables, "batch", key)
     if batches.empty:
         return False
-    loader, index = whole(batches["loader"].iloc[-1]), whole(batches["index"].iloc[-1])
-    for event in tables.events_of("loader", by=key):
-        if whole(event.get("loader")) == loader:
-            if event.get("num_workers") and not _has_workers(tables, key, series):
-                return False
-            length, size = whole(event.get("dataset_length")), whole(event.get("batch_size"))
-            return length is None or size is None or index is None or (index + 2) * size <= length
-    return True
+    settings = loader_settings(tables).get((key, whole(batches["loader"].iloc[-1])), {})
+    if settings.get("num_workers") and not _has_workers(tables, key, series):
+        return False
+    return has_batches_left(tables, key) is not False
 
 
 def _has_workers(tables: RunTables, key: ProcessKey, series: Series) -> bool:
