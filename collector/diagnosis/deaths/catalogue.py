@@ -150,6 +150,11 @@ FAULT_ADVICE: Mapping[int | None, Advice] = {
         expected="the CPU has each instruction (`lscpu` lists them)",
     ),
 }
+#: Advice on a fault after the end of the script.
+END_BEFORE_EXIT = Advice(
+    text="Join the script's threads at its end, daemon threads too, and call dist.destroy_process_group()",
+    expected="no thread is in native code when the interpreter ends, which can abort the process",
+)
 WORKER_CRASHED = replace(CRASHED, kind="worker-killed")
 WORKER_INTERRUPTED = replace(CRASHED, kind="worker-killed", advice=())
 WORKER_KILLED = Death(

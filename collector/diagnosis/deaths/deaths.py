@@ -133,6 +133,8 @@ def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
     if victim.key in life.recorded_exits and victim.key not in life.exceptions:
         by += " while its interpreter shut down, after the end of the script"
+        if victim.signal in _CRASH_SIGNALS:
+            usual = replace(usual, advice=(catalogue.END_BEFORE_EXIT, *usual.advice))
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     cpu_time = _used_up_cpu_time(life.tables, victim)
     death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
