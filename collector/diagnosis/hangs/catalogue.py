@@ -13,6 +13,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_PROCESS,
     AWAITS_QUEUE,
     AWAITS_ROOM,
+    AWAITS_SHARED_LOCK,
     AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
@@ -32,6 +33,11 @@ _HANG_ADVICE = {
         text="Give the input that is read at that line, and check that the program before the `|` is alive; if "
         "nothing should be read, start the command with `< /dev/null`",
         expected="training goes on, or ends with an error in place of the hang",
+    ),
+    AWAITS_SHARED_LOCK: Advice(
+        text="Look where the other processes stand (`tidegauge stacks`): one of them holds the lock, or one that "
+        "has ended does. Take it for short work alone, and give `acquire` a timeout",
+        expected="an exception in place of the hang",
     ),
     "blocked on a lock": Advice(
         text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
@@ -263,14 +269,21 @@ def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
-def of_lost_process(hang: Finding, pids: Sequence[int], *, of_pool: bool) -> Finding:
-    """Return the hang of a process that waits for a Pool or a queue; its children `pids` ended at once."""
+def of_lost_process(hang: Finding, pids: Sequence[int], awaits: str | None) -> Finding:
+    """Return the hang of a process that waits for a Pool, a queue or a lock; the processes `pids` ended at once."""
     is_one = len(pids) == 1
     named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
     them = f"process {pids[0]}" if is_one else "them"
     causes = "an error or an exit in the code that it ran, a signal, or the kernel for lack of memory (`dmesg`)"
     find = f"what ended {them}: {causes}"
-    if of_pool:
+    if awaits == AWAITS_SHARED_LOCK:
+        named = f"Process {pids[0]}" if is_one else f"{len(pids)} processes of the training"
+        effect = (
+            "and nothing frees the lock if it held it" if is_one else "and nothing frees the lock if one held it"
+        )
+        text = f"Find out {find}; give `acquire` a timeout"
+        expected = "the training ends with an error, and does not wait for a process that has ended"
+    elif awaits == AWAITS_POOL:
         effect = "and a Pool waits for ever for the task of a process that died"
         text = f"Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out {find}"
         expected = "a lost process raises BrokenProcessPool instead of a hang"

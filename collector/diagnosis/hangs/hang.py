@@ -26,6 +26,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_ITEM,
     AWAITS_LOOP,
     AWAITS_POOL,
+    AWAITS_SHARED_LOCK,
     COLLECTIVE,
     STUCK_WAITS,
     Process,
@@ -63,6 +64,7 @@ from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
+from training_harness.records import ROLE_WORKER
 
 #: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
 _AT_ONCE_SECONDS = 5.0
@@ -252,7 +254,7 @@ def _finding(
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
     transfer = culprit.transfer(budget_seconds)
-    lost = _lost_children(life, culprit, series[-1]["time_ns"], seconds)
+    lost = _lost_processes(life, culprit, main, series[-1]["time_ns"], seconds)
     is_alone = bool(lost) and not has_children(culprit, processes.values())
     patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
     is_plain = not transfer and _is_plain(life, culprit, patience, seconds / budget_seconds, series, others_count)
@@ -295,7 +297,7 @@ def _finding(
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
         if lost:
-            found = catalogue.of_lost_process(found, lost, of_pool=culprit.awaits == AWAITS_POOL)
+            found = catalogue.of_lost_process(found, lost, culprit.awaits)
         else:
             found = _with_lost_thread(life, found, culprit, series[-1]["time_ns"], seconds)
     return catalogue.of_slow(found, transfer) if transfer else found
@@ -316,16 +318,20 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
     return catalogue.of_lost_thread(hang, f"{raised.kind}{raised.site}: {raised.lines[0]}", when)
 
 
-def _lost_children(life: Lifecycle, process: Process, until_ns: float, seconds: float) -> list[int]:
+def _lost_processes(
+    life: Lifecycle, process: Process, main: ProcessKey, until_ns: float, seconds: float
+) -> list[int]:
     """Return the children that ended as a process began to wait for them; none if some ended before.
 
-    A pool with `maxtasksperchild` ends its processes all the time.
+    A pool with `maxtasksperchild` ends its processes all the time. A lock may be held by any child of the training.
     """
-    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM):
+    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM, AWAITS_SHARED_LOCK):
         return []
     host, pid, _ = process.key
     samples = between(sampled_on(life.tables, host), 0, until_ns)
-    children = samples.loc[floats(samples, "parent_pid") == pid, "process_pid"].unique()
+    samples = samples[floats(samples, "role") != ROLE_WORKER]
+    parent = main[1] if process.awaits == AWAITS_SHARED_LOCK else pid
+    children = samples.loc[floats(samples, "parent_pid") == parent, "process_pid"].unique()
     ended = samples[samples["process_pid"].isin(children) & (floats(samples, "alive") == 0)]
     since_ns = until_ns - (seconds + _AT_ONCE_SECONDS) * SECOND_NS
     if (floats(ended, "time_ns") < since_ns).any():

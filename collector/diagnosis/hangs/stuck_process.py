@@ -57,6 +57,8 @@ AWAITS_THREADS = "waiting to end until its other threads end"
 AWAITS_NOTICE = "waiting for a thread to wake it"
 #: The same of `multiprocessing`, which another process ends.
 AWAITS_PROCESS = "waiting for another process to wake it"
+#: A lock or a semaphore of `multiprocessing`. Nothing frees it when the process that holds it ends.
+AWAITS_SHARED_LOCK = "blocked on a lock of multiprocessing"
 #: Waits that only a thread of the same process can end.
 _ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK, AWAITS_NOTICE)
 #: Waits for a thread that itself may wait for something slow.
@@ -67,6 +69,7 @@ _ENDING = ("_exit_function", "multiprocessing/util.py")
 _TRACKER_PATHS = ("multiprocessing/resource_tracker.py",)
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
 _QUEUE_PATHS = ("multiprocessing/queues.py", "multiprocess/queues.py")
+_SYNCHRONIZE_PATHS = ("multiprocessing/synchronize.py", "multiprocess/synchronize.py")
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
 _AWAITED = (
     ("get", _POOL_PATHS, AWAITS_POOL),
@@ -78,7 +81,8 @@ _AWAITED = (
     ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
     ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
-    ("wait", ("multiprocessing/synchronize.py", "multiprocess/synchronize.py"), AWAITS_PROCESS),
+    ("wait", _SYNCHRONIZE_PATHS, AWAITS_PROCESS),
+    ("__enter__", _SYNCHRONIZE_PATHS, AWAITS_SHARED_LOCK),
     ("wait", ("/threading.py",), AWAITS_NOTICE),
     ("_run_once", ("asyncio/base_events.py",), AWAITS_LOOP),
 )

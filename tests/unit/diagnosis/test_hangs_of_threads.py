@@ -174,6 +174,18 @@ def test_thread_that_waits_for_a_server_is_given_the_patience_for_servers(budget
     assert "actor, waiting for the network, stands in act, train.py:14." in finding.summary
 
 
+@pytest.mark.parametrize("ends_at", [21.0, 4.0])
+def test_lock_of_multiprocessing_stays_taken_when_its_holder_ends(ends_at):
+    entering = [["SemLock.__enter__", f"{LIBRARY}/multiprocessing/synchronize.py", 95], *IN_A_SAMPLE]
+    workers = [process(key, entering, LOCK, parent=MAIN[1]) for key in WORKERS]
+    finding = only(with_child_ended(stacks(training(), *workers, process(MAIN, FOR_A_BATCH, POLL)), ends_at))
+    assert finding.severity == "critical"
+    assert "it is blocked on a lock of multiprocessing in Files.__getitem__, dataset.py:41;" in finding.summary
+    assert ("Process 3000 ended just then, and nothing frees the lock" in finding.summary) == (ends_at == 21.0)
+    begin = "Find out what ended process 3000" if ends_at == 21.0 else "Look where the other processes stand"
+    assert finding.advice[0].text.startswith(begin)
+
+
 def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_that_it_has_none():
     waiting = [
         ["Condition.wait", f"{LIBRARY}/threading.py", 327],
