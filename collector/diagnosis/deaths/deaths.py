@@ -251,7 +251,16 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
         finding = _crash(life, key, main_victim(life, key, None))
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
         findings.append(replace(finding, evidence=(*finding.evidence, count)))
-    return findings
+    exits = {
+        writer_of(event): event
+        for event in life.tables.events_of("exit-message")
+        if writer_of(event) in life.mains and writer_of(event) != life.command
+    }
+    return findings + [
+        _exit(life, event, main_victim(life, key, None).went_on)
+        for key, event in exits.items()
+        if key not in life.exceptions
+    ]
 
 
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:
@@ -298,36 +307,44 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     )
 
 
+def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Finding:
+    """Return the finding on a process that called `sys.exit` with a message, or with a status above 0."""
+    caller, message = writer_of(event), message_lines(event)[0]
+    death = catalogue.EXIT_WITH_STATUS if event.get("status") else catalogue.EXIT_WITH_MESSAGE
+    handled = message_lines({"message": event.get("handled")})[0]
+    if handled.startswith(KeyboardInterrupt.__name__):  # Lightning ends so
+        death = catalogue.INTERRUPTED
+    elif handled:
+        message += f" (while it handled {handled.removesuffix(':')})"
+    finding = death.finding(
+        locus=life.locus(caller),
+        since_step=last_step(life.tables, caller),
+        evidence=(
+            fact("exit_status", life.exit_status or 0, "of the command"),
+            fact("exit_message", message[:300], "given to sys.exit"),
+        ),
+        went_on=went_on,
+        what=sentence(life.name(caller)),
+        site=at_line(event.get("site")),
+        by=f"by {signal_name(SIGINT)}",
+        message=f"{message.rstrip('.')}." if went_on and not event.get("status") else message,
+    )
+    return replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
+
+
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     events = life.tables.events_of("exit-message")
     messages = [event for event in events if writer_of(event) in (*life.mains, life.command)]
-    exit_fact = fact("exit_status", code, "of the command")
     signal = code - _SIGNAL_STATUS
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:
-        caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
-        death = catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE
-        handled = message_lines({"message": messages[-1].get("handled")})[0]
-        if handled.startswith(KeyboardInterrupt.__name__):  # Lightning ends so
-            death = catalogue.INTERRUPTED
-        elif handled:
-            message += f" (while it handled {handled.removesuffix(':')})"
-        finding = death.finding(
-            locus=life.locus(caller),
-            since_step=last_step(life.tables, caller),
-            evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
-            what=sentence(life.name(caller)),
-            site=at_line(messages[-1].get("site")),
-            by=f"by {signal_name(SIGINT)}",
-            message=message,
-        )
-        return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]
+        return [_exit(life, messages[-1])]
     is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
     keys = (*life.mains, *([life.command] if is_over and life.command else []))
     if not keys:
         return []
     evidence = (
-        exit_fact,
+        fact("exit_status", code, "of the command"),
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     is_silent = bool(life.mains) and not life.recorded_exits & set(life.mains)
