@@ -65,6 +65,7 @@ _WAIT_CHANNELS = (
     ("hrtimer_nanosleep", ASLEEP),
     ("pipe_write", FULL_PIPE),
     ("anon_pipe_write", FULL_PIPE),
+    ("wait_for_partner", "waiting for a pipe (a FIFO whose other end is not open)"),
     ("pipe_", "waiting for a pipe"),
     ("anon_pipe_", "waiting for a pipe"),
     ("poll_", "waiting for a pipe or socket"),

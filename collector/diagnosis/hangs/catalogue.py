@@ -228,6 +228,18 @@ def held(others_count: int, waits: str | None) -> str:
     return f"; {ranks} for it"
 
 
+def of_taken_pool(hang: Finding) -> Finding:
+    """Return the hang of a process that waits for a task, while each thread of its pool does so too."""
+    advice = Advice(
+        text="Wait in no task for a task of the same pool: call its function, or give it a pool of its own",
+        expected="a thread is left for each task that another one waits for",
+    )
+    told = (
+        "Each thread of its pool waits for a task, too: if that is one of this pool, no thread is left to run it."
+    )
+    return replace(hang, summary=f"{hang.summary} {told}", advice=(advice, *hang.advice[1:]))
+
+
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
     """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
     advice = Advice(

@@ -27,6 +27,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_LOOP,
     AWAITS_POOL,
     AWAITS_SHARED_LOCK,
+    AWAITS_TASK,
     COLLECTIVE,
     STUCK_WAITS,
     Process,
@@ -298,6 +299,8 @@ def _finding(
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
         if lost:
             found = catalogue.of_lost_process(found, lost, culprit.awaits)
+        elif culprit.awaits == AWAITS_TASK and culprit.has_taken_pool:
+            found = catalogue.of_taken_pool(found)
         else:
             found = _with_lost_thread(life, found, culprit, series[-1]["time_ns"], seconds)
     return catalogue.of_slow(found, transfer) if transfer else found

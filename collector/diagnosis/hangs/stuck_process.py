@@ -28,6 +28,7 @@ from collector.stacks import (
     SUSPENDED,
     WAITS_FOR_INDEX,
     Frame,
+    Place,
     Stack,
     from_fields,
     is_in,
@@ -70,6 +71,8 @@ _TRACKER_PATHS = ("multiprocessing/resource_tracker.py",)
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
 _QUEUE_PATHS = ("multiprocessing/queues.py", "multiprocess/queues.py")
 _SYNCHRONIZE_PATHS = ("multiprocessing/synchronize.py", "multiprocess/synchronize.py")
+_RESULT: Place = ("result", ("/concurrent/futures/_base.py",))
+_POOL_THREAD: Place = ("_worker", ("/concurrent/futures/thread.py",))
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
 _AWAITED = (
     ("get", _POOL_PATHS, AWAITS_POOL),
@@ -80,7 +83,7 @@ _AWAITED = (
     ("put", _QUEUE_PATHS, AWAITS_ROOM_ELSEWHERE),
     ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
-    ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
+    (*_RESULT, AWAITS_TASK),
     ("wait", _SYNCHRONIZE_PATHS, AWAITS_PROCESS),
     ("__enter__", _SYNCHRONIZE_PATHS, AWAITS_SHARED_LOCK),
     ("wait", ("/threading.py",), AWAITS_NOTICE),
@@ -213,6 +216,13 @@ class Process:
         """True if the main thread is at a lock, or waits for a thread, and one in the user's code is at no lock."""
         at_work = (any(frame.is_own for frame in stack.frames) and not stack.is_at_lock for stack in self._others)
         return (self.is_at_lock or self.awaits in _OF_THREADS) and any(at_work)
+
+    @property
+    def has_taken_pool(self) -> bool:
+        """True if each thread of its thread pools waits for the result of a task, so that none can run one."""
+        at_work = [stack for stack in self._others if any(is_in(frame, *_POOL_THREAD) for frame in stack.frames)]
+        waiting = [stack for stack in at_work if any(is_in(frame, *_RESULT) for frame in stack.frames)]
+        return bool(at_work) and waiting == at_work
 
     @property
     def other_threads(self) -> str:

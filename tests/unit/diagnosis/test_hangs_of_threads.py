@@ -174,6 +174,19 @@ def test_thread_that_waits_for_a_server_is_given_the_patience_for_servers(budget
     assert "actor, waiting for the network, stands in act, train.py:14." in finding.summary
 
 
+@pytest.mark.parametrize("second_waits", [True, False])
+def test_pool_whose_threads_all_wait_for_tasks_has_none_left_to_run_them(second_waits):
+    result = ["Future.result", f"{LIBRARY}/concurrent/futures/_base.py", 451]
+    in_pool = ["_worker", f"{LIBRARY}/concurrent/futures/thread.py", 81]
+    script = stacks(training(), process(MAIN, [result, *IN_MAIN], LOCK))
+    nested = [result, ["decode", "/home/me/train.py", 9], in_pool]
+    script = with_thread(with_thread(script, "pool_0", nested), "pool_1", nested if second_waits else [in_pool])
+    finding = only(script)
+    assert "pool_0 stands in decode, train.py:9" in finding.summary
+    assert ("no thread is left to run it." in finding.summary) == second_waits
+    assert finding.advice[0].text.startswith("Wait in no task" if second_waits else "Look where the threads")
+
+
 @pytest.mark.parametrize("ends_at", [21.0, 4.0])
 def test_lock_of_multiprocessing_stays_taken_when_its_holder_ends(ends_at):
     entering = [["SemLock.__enter__", f"{LIBRARY}/multiprocessing/synchronize.py", 95], *IN_A_SAMPLE]
