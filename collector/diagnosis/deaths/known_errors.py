@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from collector.diagnosis.deaths.catalogue import READER_GONE
 from collector.diagnosis.loading.loaders import living_workers, loader_settings
 from collector.diagnosis.loading.names import loader_name
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
@@ -84,6 +85,8 @@ def cause_of(
     return next(filter(None, causes), None)
 
 
+#: Calls that fork, as tracebacks show them.
+_FORKS = ("os.fork", "fork_exec")
 #: The text of CPython's error (threading.py).
 _NO_THREAD = "can't start new thread"
 _REQUEST = re.compile(r"(?:allocate|mmap) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
@@ -107,6 +110,9 @@ def _memory(raised: _Raised) -> Cause:
     available = last(floats(samples, "memory_available_bytes")[is_before])
     known = {"requested_bytes": asked, "memory_available_bytes": available}
     evidence = tuple(fact(each, round(of), "at the exception") for each, of in known.items() if math.isfinite(of))
+    if any(each in raised.trace for each in _FORKS):
+        sentence = " It was starting a process, for which fork() asks for as much memory as the process has."
+        return Cause(sentence=sentence, advice=(_FORK,), evidence=evidence)
     if asked > limit:
         sentence = f" It asked for {size(asked)} at once; the limit is {size(limit)} ({name})."
         return Cause(sentence=sentence, advice=(_SMALLER_ARRAY,), fault="your code", evidence=evidence)
@@ -117,6 +123,13 @@ def _memory(raised: _Raised) -> Cause:
         sentence = f" The host had {size(available)} available."
         return Cause(sentence=sentence, advice=(_SMALLER_ARRAY, _PROCESS_LIMITS), evidence=evidence)
     return Cause(advice=resources.HOST_MEMORY_WITHOUT_WORKERS.full_advice, evidence=evidence)
+
+
+_FORK = Advice(
+    text="Start processes before the training grows (make the loader first, persistent_workers=True), or with "
+    "multiprocessing_context='forkserver'; or set /proc/sys/vm/overcommit_memory to 0 or 1",
+    expected="the new process asks for less memory",
+)
 
 
 def _files(raised: _Raised) -> Cause:
@@ -181,7 +194,7 @@ _FEWER_THREADS = Advice(
 
 
 def _processes(raised: _Raised) -> Cause | None:
-    starts = ("os.fork", "fork_exec", "start_new_thread", "start_joinable_thread", _NO_THREAD)
+    starts = (*_FORKS, "start_new_thread", "start_joinable_thread", _NO_THREAD)
     if not any(each in raised.trace for each in starts):
         return None
     samples = sampled(raised.tables, raised.raiser)
@@ -269,6 +282,13 @@ stacks` names their lines while it lasts)"
     )
 
 
+def _pipe(raised: _Raised) -> Cause:
+    """Explain a pipe whose reader is gone: a child process, or what reads the output, as in `| head`."""
+    if "multiprocessing" in raised.trace or "subprocess" in raised.trace:
+        return _CHILD_GONE(raised)
+    return Cause(sentence=" What reads its output had ended.", advice=READER_GONE.advice, fault="outside")
+
+
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
@@ -298,6 +318,12 @@ _UNEQUAL_SAMPLES = _known(
     "the samples of a batch can be stacked",
     "your code",
 )
+_GRADIENT = _known(
+    "Return tensors without gradients from the dataset (`.detach()`, or compute them under torch.no_grad())",
+    "a worker can put them into a batch and send it",
+    "your code",
+    sentence=" A tensor of the dataset requires gradients.",
+)
 _DISK = _known(
     "Check the room and the quota of the file system that is written to at that line (`df -h`), and "
     "delete old checkpoints there",
@@ -316,6 +342,12 @@ _SENDER = _known(
     "each tensor can still be opened when it is received",
     "your code",
     sentence=" It was opening a tensor in shared memory, and the process that sent it had ended.",
+)
+_CHILD_GONE = _known(
+    "Look at the end of the command's output for the error of the process at the other end, and what ended it",
+    "it lives until it has received everything",
+    None,
+    sentence=" The process at the other end of the pipe had ended.",
 )
 _SHARED_FILE = _known(
     "Open the file in each worker, at its first `__getitem__` or in worker_init_fn, and not before the workers "
@@ -420,14 +452,16 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
     for pattern, explain in (
         (r"shared memory\(shm\) for file|</torch_.*No space left on device", _shared_memory),
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
-        (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
+        (r"[Cc]an(?:no|')t allocate memory|(?:\b|_Array|Arrow)MemoryError|bad_alloc|Insufficient memory", _memory),
         (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _disk),
         (r"\[Errno 27\]", _FILE_SIZE),
         (r"backward through the graph a second time", _GRAPH_TWICE),
         (r"modified by an inplace operation", _IN_PLACE),
         (r"Expected to have finished reduction in the prior iteration", _UNUSED),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
-        (r"stack expects each tensor to be equal size", _UNEQUAL_SAMPLES),
+        (r"stack expects each tensor to be equal size|list of batch should be of equal size", _UNEQUAL_SAMPLES),
+        (r"resize storage that is not resizable", _UNEQUAL_SAMPLES),
+        (r"non-leaf tensor which requires_grad|out=\.\.\. arguments don't support automatic diff", _GRADIENT),
         (r"DataLoader timed out", _timeout),
         (r"finished its bootstrapping phase", _MAIN_GUARD),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
@@ -444,6 +478,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"CUBLAS_STATUS_ALLOC_FAILED", _CUBLAS),
         (r"\d+/\d+ clients joined", _RENDEZVOUS),
         (r"[/ ]gloo|NCCL|ProcessGroup", _collective),
+        (r"BrokenPipeError", _pipe),
         (r"EADDRINUSE|[Aa]ddress already in use", _PORT),
         (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _NETWORK),
     )
