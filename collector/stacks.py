@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 from collector.findings import Locus
 
 _HOOK_PATH = re.compile(r"/training_harness/(?!jobs/)")
-#: Folders of the standard library and of installed packages, in any environment, and of the hooks.
-_LIBRARY_PATH = re.compile(rf"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|{_HOOK_PATH.pattern}|^<|^$")
+#: Folders of the standard library and of installed packages, in any environment, and of the hooks; sources of
+#: Cython, whose paths begin in the folder that a package was built in.
+_LIBRARY_PATH = re.compile(
+    rf"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|{_HOOK_PATH.pattern}|^<|^$|\.p(yx|xi)$"
+)
 #: The part of a library's path that names its module.
 _MODULE_PATH = re.compile(r".*(?:/python3(?:\.\d+)?|-packages)/(.+?)(?:/__init__)?\.py$")
 #: A forked process keeps its parent's frames below the one that began its own work.
@@ -62,6 +65,7 @@ _WAIT_CHANNELS = (
     ("hrtimer_nanosleep", ASLEEP),
     ("pipe_write", FULL_PIPE),
     ("anon_pipe_write", FULL_PIPE),
+    ("wait_for_partner", "waiting for a pipe (a FIFO whose other end is not open)"),
     ("pipe_", "waiting for a pipe"),
     ("anon_pipe_", "waiting for a pipe"),
     ("poll_", "waiting for a pipe or socket"),

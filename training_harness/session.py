@@ -217,8 +217,12 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def is_user_code(path: str) -> bool:
-    """Return whether a source file is the user's: neither installed, nor of the standard library, nor generated."""
-    return not path.startswith((*_INSTALLED_FOLDERS, "<")) and not any(
+    """Return whether a source file is the user's: neither installed, nor of the standard library, nor generated.
+
+    Cython gives paths in the folder that a package was built in, which do not show that it is installed.
+    """
+    is_installed = path.startswith((*_INSTALLED_FOLDERS, "<")) or path.endswith((".pyx", ".pxi"))
+    return not is_installed and not any(
         f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages")
     )
 

@@ -228,9 +228,10 @@ def _of_training(life: Lifecycle) -> Iterator[tuple[float, str]]:
             yield from ((begin * SECOND_NS, f"{words} began.") for begin in kind.begins)
     steps = written(tables, "step", main)
     if len(steps):
+        number = floats(steps, "step")[-1] + 1
         yield (
             float(floats(steps, "time_ns")[-1]),
-            f"The last of {counted(floats(steps, 'step')[-1] + 1, 'step')} ended.",
+            f"The last of {counted(number, 'step')} ended." if number > 1 else "The only step ended.",
         )
 
 

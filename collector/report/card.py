@@ -45,8 +45,8 @@ _LAST_PROCESSES = 5
 _QUOTED_RATIO = 0.6
 #: Most warnings in the card that are more than a heading; only the first one has its figures and all of its advice.
 _EXPLAINED = 3
-#: Unit of a step, if it is no optimizer step -> its plural.
-_STEPS = {"forward pass": "forward passes", "batch": "batches, no optimizer"}
+#: Units of a step that are named as such; all others are steps.
+_NAMED_UNITS = ("forward pass", "batch")
 #: Share of step time outside the step from which a run is not called healthy.
 _MAINLY_OUTSIDE_RATIO = 0.5
 _STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
@@ -120,7 +120,8 @@ def headline(verdict: Verdict) -> Text:
         status.append(f", {wording.exit_words(verdict.exit_status)}", style="default")
     parts = [duration(verdict.duration_seconds)]
     if _has_trained(verdict):
-        parts.append(f"{number(verdict.steps)} {_STEPS.get(verdict.step_unit or '', 'steps')}")
+        unit = verdict.step_unit if verdict.step_unit in _NAMED_UNITS else "step"
+        parts.append(f"{counted(verdict.steps, unit)}{', no optimizer' if unit == 'batch' else ''}")
         reporting, workers = verdict.workers_reporting
         parts += [f"{reporting} of {workers} workers"] if workers else []
     if verdict.attempts > 1:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from collector.agent.live.alerts import Alerts, command_sender
@@ -15,7 +15,7 @@ from collector.agent.problems import say
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
 from collector.findings import Finding, Locus
-from collector.store import Run
+from collector.store import JournalError, Run, list_event_logs, read_events
 from training_harness.journal import EventLog, Identity
 
 #: Value of `--on-hang` that ends the command; any other one is a shell command.
@@ -61,7 +61,8 @@ class HangReports:
                 "hang-cancelled", command_pid=command["pid"]
             )
             say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
-            processes = LocalProcess(command["pid"], command["start_ticks"]), _living(finding.locus)
+            may_be_stuck = {*_workers(run), *_living(finding.locus)}
+            processes = LocalProcess(command["pid"], command["start_ticks"]), may_be_stuck
             threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()
 
     def close(self) -> None:
@@ -69,15 +70,14 @@ class HangReports:
         self._command.close()
 
 
-def _cancel(command: LocalProcess, culprit: LocalProcess | None) -> None:
-    """End the command, then the process that hangs: a stuck worker does not notice that its parent is gone."""
+def _cancel(command: LocalProcess, may_be_stuck: Iterable[LocalProcess]) -> None:
+    """End the command, then the processes that may hang: a stuck worker does not notice that its parent is gone."""
     _send(command, signal.SIGTERM)
     deadline = time.monotonic() + CANCEL_SECONDS
     while command.is_alive() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    _send(command, signal.SIGKILL)
-    if culprit is not None:
-        _send(culprit, signal.SIGKILL)
+    for process in (command, *may_be_stuck):
+        _send(process, signal.SIGKILL)
 
 
 def _send(process: LocalProcess, number: int) -> None:
@@ -86,8 +86,18 @@ def _send(process: LocalProcess, number: int) -> None:
             os.kill(process.pid, number)
 
 
-def _living(locus: Locus) -> LocalProcess | None:
-    """Return the process of a finding if it lives on this host."""
+def _living(locus: Locus) -> Iterator[LocalProcess]:
+    """Yield the process of a finding if it lives on this host."""
     pid = locus.pid if locus.host == socket.gethostname() else None
     ticks = None if pid is None else procfs.start_ticks("/proc", pid)
-    return None if pid is None or ticks is None else LocalProcess(pid, ticks)
+    if pid is not None and ticks is not None:
+        yield LocalProcess(pid, ticks)
+
+
+def _workers(run: Run) -> Iterator[LocalProcess]:
+    """Yield the DataLoader workers that a run has started on this host."""
+    for path in list_event_logs(run):
+        with suppress(JournalError):
+            for row in read_events(path, 0).rows:
+                if row["kind"] == "worker-start" and row["host"] == socket.gethostname():
+                    yield LocalProcess(row["pid"], row["start_ticks"])

@@ -150,6 +150,11 @@ FAULT_ADVICE: Mapping[int | None, Advice] = {
         expected="the CPU has each instruction (`lscpu` lists them)",
     ),
 }
+#: Advice on a fault after the end of the script.
+END_BEFORE_EXIT = Advice(
+    text="Join the script's threads at its end, daemon threads too, and call dist.destroy_process_group()",
+    expected="no thread is in native code when the interpreter ends, which can abort the process",
+)
 WORKER_CRASHED = replace(CRASHED, kind="worker-killed")
 WORKER_INTERRUPTED = replace(CRASHED, kind="worker-killed", advice=())
 WORKER_KILLED = Death(
@@ -184,6 +189,17 @@ KILLED = Death(
             text="Find the sender of the signal in the system log (`journalctl -e`): the job scheduler's time or "
             "memory limit, or an operator",
             expected="it names the cause; the kernel's out-of-memory killer is ruled out",
+        ),
+    ),
+)
+#: The same under a shell whose own status is 0, such as that of the last program of a pipeline.
+KILLED_UNDER_SHELL = replace(
+    KILLED,
+    sentence="{what} ended in the middle of an epoch without recording its end, as after a signal or os._exit.",
+    advice=(
+        Advice(
+            text="Begin the shell script with `set -eo pipefail`, and run again with PYTHONFAULTHANDLER=1",
+            expected="the exit status of the command names the signal, and the stack shows the line of a crash",
         ),
     ),
 )

@@ -33,6 +33,7 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
+from collector.diagnosis.loading.loaders import has_batches_left
 from collector.diagnosis.run.columns import SECOND_NS, origin_ns, sampled, whole
 from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
@@ -103,8 +104,18 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         *(oom_kill(tables, victim) for victim in merge_workers(oom)),
         *(bus_error(tables, victim) for victim in merge_workers(bus)),
         *(slurm_kill(tables, victim) for victim in over),
-        *(_kill(life, victim) for victim in merge_workers(rest)),
+        *(_kill(life, victim, _death_of(victim)) for victim in merge_workers(rest)),
+        *(
+            _kill(life, victim, catalogue.KILLED_UNDER_SHELL)
+            for victim in gone
+            if victim not in oom and victim.main in survived and _is_lost_under_shell(life, victim.main)
+        ),
     ]
+
+
+def _is_lost_under_shell(life: Lifecycle, key: ProcessKey) -> bool:
+    """Return whether a training process that a shell started vanished in the middle of an epoch."""
+    return key not in life.exceptions and life.is_under_shell(key) and has_batches_left(life.tables, key) is True
 
 
 def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Victim]:
@@ -116,14 +127,17 @@ def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Vict
     return {key: victims[key[:2]] for key in life.exceptions if key[:2] in victims}
 
 
-def _kill(life: Lifecycle, victim: Victim) -> Finding:
+def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
+    """Return the finding on a victim: that of its `usual` death, unless Tidegauge or its CPU limit ended it."""
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
     if victim.key in life.recorded_exits and victim.key not in life.exceptions:
         by += " while its interpreter shut down, after the end of the script"
+        if victim.signal in _CRASH_SIGNALS:
+            usual = replace(usual, advice=(catalogue.END_BEFORE_EXIT, *usual.advice))
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     cpu_time = _used_up_cpu_time(life.tables, victim)
-    death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else _death_of(victim)
+    death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
     return death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
@@ -237,7 +251,16 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
         finding = _crash(life, key, main_victim(life, key, None))
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
         findings.append(replace(finding, evidence=(*finding.evidence, count)))
-    return findings
+    exits = {
+        writer_of(event): event
+        for event in life.tables.events_of("exit-message")
+        if writer_of(event) in life.mains and writer_of(event) != life.command
+    }
+    return findings + [
+        _exit(life, event, main_victim(life, key, None).went_on)
+        for key, event in exits.items()
+        if key not in life.exceptions
+    ]
 
 
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:
@@ -272,7 +295,7 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
         pid=key[1],
     )
     finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
-    cause = cause_of(life.tables, error.process, event, error.headline)
+    cause = cause_of(life.tables, error.process, worker, event, error.headline)
     if cause is None:
         return finding
     return replace(
@@ -284,36 +307,44 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     )
 
 
+def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Finding:
+    """Return the finding on a process that called `sys.exit` with a message, or with a status above 0."""
+    caller, message = writer_of(event), message_lines(event)[0]
+    death = catalogue.EXIT_WITH_STATUS if event.get("status") else catalogue.EXIT_WITH_MESSAGE
+    handled = message_lines({"message": event.get("handled")})[0]
+    if handled.startswith(KeyboardInterrupt.__name__):  # Lightning ends so
+        death = catalogue.INTERRUPTED
+    elif handled:
+        message += f" (while it handled {handled.removesuffix(':')})"
+    finding = death.finding(
+        locus=life.locus(caller),
+        since_step=last_step(life.tables, caller),
+        evidence=(
+            fact("exit_status", life.exit_status or 0, "of the command"),
+            fact("exit_message", message[:300], "given to sys.exit"),
+        ),
+        went_on=went_on,
+        what=sentence(life.name(caller)),
+        site=at_line(event.get("site")),
+        by=f"by {signal_name(SIGINT)}",
+        message=f"{message.rstrip('.')}." if went_on and not event.get("status") else message,
+    )
+    return replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
+
+
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     events = life.tables.events_of("exit-message")
     messages = [event for event in events if writer_of(event) in (*life.mains, life.command)]
-    exit_fact = fact("exit_status", code, "of the command")
     signal = code - _SIGNAL_STATUS
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:
-        caller, message = writer_of(messages[-1]), message_lines(messages[-1])[0]
-        death = catalogue.EXIT_WITH_STATUS if status else catalogue.EXIT_WITH_MESSAGE
-        handled = message_lines({"message": messages[-1].get("handled")})[0]
-        if handled.startswith(KeyboardInterrupt.__name__):  # Lightning ends so
-            death = catalogue.INTERRUPTED
-        elif handled:
-            message += f" (while it handled {handled.removesuffix(':')})"
-        finding = death.finding(
-            locus=life.locus(caller),
-            since_step=last_step(life.tables, caller),
-            evidence=(exit_fact, fact("exit_message", message[:300], "given to sys.exit")),
-            what=sentence(life.name(caller)),
-            site=at_line(messages[-1].get("site")),
-            by=f"by {signal_name(SIGINT)}",
-            message=message,
-        )
-        return [replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))]
+        return [_exit(life, messages[-1])]
     is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
     keys = (*life.mains, *([life.command] if is_over and life.command else []))
     if not keys:
         return []
     evidence = (
-        exit_fact,
+        fact("exit_status", code, "of the command"),
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
     is_silent = bool(life.mains) and not life.recorded_exits & set(life.mains)

@@ -13,16 +13,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collector.diagnosis.loading.loaders import loader_settings
+import numpy as np
+
+from collector.diagnosis.deaths.catalogue import READER_GONE
+from collector.diagnosis.loading.loaders import living_workers, loader_settings
 from collector.diagnosis.loading.names import loader_name
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
-from collector.diagnosis.run.columns import SECOND_NS, between, floats, host_samples, last, peak, sampled, written
+from collector.diagnosis.run.columns import (
+    SECOND_NS,
+    between,
+    floats,
+    host_samples,
+    last,
+    peak,
+    sampled,
+    seconds,
+    written,
+)
 from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats
 from collector.findings import Advice, Evidence, Fault, fact
 from collector.store import ProcessKey
 from collector.units import counted, duration, listed, size
@@ -43,30 +57,38 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Raised:
-    """An exception that ended a training process, in it or in one of its workers."""
+    """An exception that ended a training process, `key`, in it or in one of its workers, `raiser`."""
 
     tables: RunTables
     key: ProcessKey
+    raiser: ProcessKey
     time_ns: float
     text: str
     trace: str
 
 
-def cause_of(tables: RunTables, key: ProcessKey, event: Mapping[str, Any], text: str) -> Cause | None:
+def cause_of(
+    tables: RunTables, key: ProcessKey, worker: ProcessKey | None, event: Mapping[str, Any], text: str
+) -> Cause | None:
     """Return the cause that an exception names, None if it names none that is known.
 
     Args:
         tables: the run.
         key: the training process.
+        worker: its worker that raised, None if it raised itself.
         event: its `exception` event.
         text: type and first line of what was raised.
     """
     trace = f"{event.get('traceback')} {event.get('message')}"
-    raised = _Raised(tables=tables, key=key, time_ns=event["time_ns"], text=text, trace=trace)
+    raised = _Raised(tables=tables, key=key, raiser=worker or key, time_ns=event["time_ns"], text=text, trace=trace)
     causes = (explain(raised) for pattern, explain in _CAUSES if pattern.search(text))
     return next(filter(None, causes), None)
 
 
+#: Calls that fork, as tracebacks show them.
+_FORKS = ("os.fork", "fork_exec")
+#: The text of CPython's error (threading.py).
+_NO_THREAD = "can't start new thread"
 _REQUEST = re.compile(r"(?:allocate|mmap) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SMALLER_ARRAY = Advice(
@@ -88,6 +110,9 @@ def _memory(raised: _Raised) -> Cause:
     available = last(floats(samples, "memory_available_bytes")[is_before])
     known = {"requested_bytes": asked, "memory_available_bytes": available}
     evidence = tuple(fact(each, round(of), "at the exception") for each, of in known.items() if math.isfinite(of))
+    if any(each in raised.trace for each in _FORKS):
+        sentence = " It was starting a process, for which fork() asks for as much memory as the process has."
+        return Cause(sentence=sentence, advice=(_FORK,), evidence=evidence)
     if asked > limit:
         sentence = f" It asked for {size(asked)} at once; the limit is {size(limit)} ({name})."
         return Cause(sentence=sentence, advice=(_SMALLER_ARRAY,), fault="your code", evidence=evidence)
@@ -100,8 +125,15 @@ def _memory(raised: _Raised) -> Cause:
     return Cause(advice=resources.HOST_MEMORY_WITHOUT_WORKERS.full_advice, evidence=evidence)
 
 
+_FORK = Advice(
+    text="Start processes before the training grows (make the loader first, persistent_workers=True), or with "
+    "multiprocessing_context='forkserver'; or set /proc/sys/vm/overcommit_memory to 0 or 1",
+    expected="the new process asks for less memory",
+)
+
+
 def _files(raised: _Raised) -> Cause:
-    rows = sampled(raised.tables, raised.key)
+    rows = sampled(raised.tables, raised.raiser)
     figures = {name: last(floats(rows, name)) for name in ("fd_count", "fd_limit_count")}
     evidence = tuple(fact(each, of, "last sample") for each, of in figures.items() if math.isfinite(of))
     passes_tensors = "torch/multiprocessing" in raised.trace or "set_sharing_strategy" in raised.text
@@ -148,20 +180,47 @@ def _pickle(raised: _Raised) -> Cause | None:
     return Cause(advice=(advice,), fault="your code")
 
 
+_CHECK_LIMITS = "Check `ulimit -u` and pids.max of the cgroup (docker: --pids-limit)"
+_FEWER_PROCESSES = Advice(
+    text=f"{_CHECK_LIMITS}; lower num_workers or OMP_NUM_THREADS, and wait for child processes that have ended "
+    "(`Popen.wait`), which count until then",
+    expected="the process can be started",
+)
+_FEWER_THREADS = Advice(
+    text=f"{_CHECK_LIMITS}, and `ulimit -v`: each thread takes a stack of `ulimit -s`; lower num_workers or "
+    "OMP_NUM_THREADS",
+    expected="the thread can be started",
+)
+
+
 def _processes(raised: _Raised) -> Cause | None:
-    starts = ("os.fork", "fork_exec", "start_new_thread", "start_joinable_thread", "can't start new thread")
+    starts = (*_FORKS, "start_new_thread", "start_joinable_thread", _NO_THREAD)
     if not any(each in raised.trace for each in starts):
         return None
-    threads = last(floats(sampled(raised.tables, raised.key), "thread_count"))
-    text = (
-        "Check `ulimit -u` and pids.max of the cgroup (docker: --pids-limit); lower num_workers or OMP_NUM_THREADS"
-    )
-    return Cause(
-        sentence=" The limit of processes and threads is met.",
-        advice=(Advice(text=text, expected="the process or thread can be started"),),
-        fault="your settings",
-        evidence=(fact("thread_count", threads, "last sample"),) if math.isfinite(threads) else (),
-    )
+    samples = sampled(raised.tables, raised.raiser)
+    counts = floats(samples, "thread_count") - living_workers(raised.tables, raised.raiser, seconds(samples))
+    counts = counts[np.isfinite(counts)]
+    evidence = (fact("thread_count", counts[-1], "last sample", n=len(counts)),) if len(counts) else ()
+    if _NO_THREAD in raised.trace and _rises_evenly(counts):
+        text = resources.END_THREADS.text.format(count=f"{counts[-1] - counts[0]:.0f}")
+        return Cause(
+            sentence=f" It had {counts[-1]:.0f} threads, and ever more of them.",
+            advice=(replace(resources.END_THREADS, text=text),),
+            fault="your code",
+            evidence=evidence,
+        )
+    sentence, advice = " The limit of processes and threads is met.", _FEWER_PROCESSES
+    if _NO_THREAD in raised.trace:
+        sentence = " The limit of threads is met, or that of address space, in which each has its stack."
+        advice = _FEWER_THREADS
+    return Cause(sentence=sentence, advice=(advice,), fault="your settings", evidence=evidence)
+
+
+def _rises_evenly(counts: Floats) -> bool:
+    """Return whether a number of threads rose all the time: a pool that is made at once does not."""
+    if len(counts) < MIN_POINTS or counts[-1] - counts[0] < BLOCK_COUNTS[0]:
+        return False
+    return bool(0.25 < (counts[len(counts) // 2] - counts[0]) / (counts[-1] - counts[0]) < 0.75)
 
 
 def _disk(raised: _Raised) -> Cause:
@@ -223,6 +282,13 @@ stacks` names their lines while it lasts)"
     )
 
 
+def _pipe(raised: _Raised) -> Cause:
+    """Explain a pipe whose reader is gone: a child process, or what reads the output, as in `| head`."""
+    if "multiprocessing" in raised.trace or "subprocess" in raised.trace:
+        return _CHILD_GONE(raised)
+    return Cause(sentence=" What reads its output had ended.", advice=READER_GONE.advice, fault="outside")
+
+
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
@@ -252,6 +318,12 @@ _UNEQUAL_SAMPLES = _known(
     "the samples of a batch can be stacked",
     "your code",
 )
+_GRADIENT = _known(
+    "Return tensors without gradients from the dataset (`.detach()`, or compute them under torch.no_grad())",
+    "a worker can put them into a batch and send it",
+    "your code",
+    sentence=" A tensor of the dataset requires gradients.",
+)
 _DISK = _known(
     "Check the room and the quota of the file system that is written to at that line (`df -h`), and "
     "delete old checkpoints there",
@@ -271,6 +343,12 @@ _SENDER = _known(
     "your code",
     sentence=" It was opening a tensor in shared memory, and the process that sent it had ended.",
 )
+_CHILD_GONE = _known(
+    "Look at the end of the command's output for the error of the process at the other end, and what ended it",
+    "it lives until it has received everything",
+    None,
+    sentence=" The process at the other end of the pipe had ended.",
+)
 _SHARED_FILE = _known(
     "Open the file in each worker, at its first `__getitem__` or in worker_init_fn, and not before the workers "
     "start. If it fails with num_workers=0 too, the file is damaged",
@@ -278,6 +356,25 @@ _SHARED_FILE = _known(
     "your code",
     sentence=" It was in a forked worker. Workers share the position in a file that was opened before they were "
     "forked, so each may read at the place of another one.",
+)
+_HDF5_LOCK = _known(
+    "End what has the file open for writing (`fuser -v FILE`), and open it everywhere with mode 'r'; on a file "
+    "system without locks, set HDF5_USE_FILE_LOCKING=FALSE",
+    "each process can open the file for reading",
+    "your code",
+    sentence=" Another process has the file open for writing, or its file system has no locks.",
+)
+_SQLITE_LOCK = _known(
+    "Let one process alone write to the database, in short transactions, or give sqlite3.connect a longer timeout",
+    "no process waits longer for its turn than its timeout",
+    "your code",
+    sentence=" Another process was writing to the SQLite database for longer than the timeout.",
+)
+_LMDB_READERS = _known(
+    "Open the environment with lock=False where nothing writes to it, or with max_readers above the number of all "
+    "ranks' workers, and once per process",
+    "each reader has a place in the table of readers",
+    "your code",
 )
 _CUDA_IN_WORKER = _known(
     "Keep CUDA out of dataset, transforms and collate_fn: move the batch to the GPU in the training "
@@ -355,17 +452,22 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
     for pattern, explain in (
         (r"shared memory\(shm\) for file|</torch_.*No space left on device", _shared_memory),
         (r"[Tt]oo many open files|received \d+ items of ancdata", _files),
-        (r"[Cc]an(?:no|')t allocate memory|\bMemoryError|_ArrayMemoryError", _memory),
+        (r"[Cc]an(?:no|')t allocate memory|(?:\b|_Array|Arrow)MemoryError|bad_alloc|Insufficient memory", _memory),
         (r"No space left on device|Disk quota exceeded|inline_container.*unexpected pos", _disk),
         (r"\[Errno 27\]", _FILE_SIZE),
         (r"backward through the graph a second time", _GRAPH_TWICE),
         (r"modified by an inplace operation", _IN_PLACE),
         (r"Expected to have finished reduction in the prior iteration", _UNUSED),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
-        (r"stack expects each tensor to be equal size", _UNEQUAL_SAMPLES),
+        (r"stack expects each tensor to be equal size|list of batch should be of equal size", _UNEQUAL_SAMPLES),
+        (r"resize storage that is not resizable", _UNEQUAL_SAMPLES),
+        (r"non-leaf tensor which requires_grad|out=\.\.\. arguments don't support automatic diff", _GRADIENT),
         (r"DataLoader timed out", _timeout),
         (r"finished its bootstrapping phase", _MAIN_GUARD),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
+        (r"unable to lock file", _HDF5_LOCK),
+        (r"database is locked", _SQLITE_LOCK),
+        (r"MDB_READERS_FULL", _LMDB_READERS),
         (r"can't start new thread|Resource temporarily unavailable", _processes),
         (r"FileNotFoundError|EOFError|Connection(?:Reset|Refused)Error|open shared memory object", _sender),
         (r"BadZipFile|LZMAError|while decompressing|unexpected end of data|ead data \((?:inflate|wrong)", _archive),
@@ -376,6 +478,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"CUBLAS_STATUS_ALLOC_FAILED", _CUBLAS),
         (r"\d+/\d+ clients joined", _RENDEZVOUS),
         (r"[/ ]gloo|NCCL|ProcessGroup", _collective),
+        (r"BrokenPipeError", _pipe),
         (r"EADDRINUSE|[Aa]ddress already in use", _PORT),
         (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _NETWORK),
     )

@@ -10,7 +10,10 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_LOOP,
     AWAITS_NOTICE,
     AWAITS_POOL,
+    AWAITS_PROCESS,
     AWAITS_QUEUE,
+    AWAITS_ROOM,
+    AWAITS_SHARED_LOCK,
     AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
@@ -30,6 +33,11 @@ _HANG_ADVICE = {
         text="Give the input that is read at that line, and check that the program before the `|` is alive; if "
         "nothing should be read, start the command with `< /dev/null`",
         expected="training goes on, or ends with an error in place of the hang",
+    ),
+    AWAITS_SHARED_LOCK: Advice(
+        text="Look where the other processes stand (`tidegauge stacks`): one of them holds the lock, or one that "
+        "has ended does. Take it for short work alone, and give `acquire` a timeout",
+        expected="an exception in place of the hang",
     ),
     "blocked on a lock": Advice(
         text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
@@ -58,6 +66,11 @@ _HANG_ADVICE = {
         "and where it stands; give `get` a timeout",
         expected="an exception in place of the hang",
     ),
+    AWAITS_ROOM: Advice(
+        text="Find the thread or process that should take (`get`) what is put at that line: `tidegauge stacks` "
+        "shows whether it lives and where it stands; give `put` a timeout",
+        expected="an exception in place of the hang",
+    ),
     AWAITS_TAKER: Advice(
         text="Take everything out of its queue (`get`) before `join`, or let it call `cancel_join_thread()` on the "
         "queue if the rest may be lost",
@@ -73,6 +86,11 @@ _HANG_ADVICE = {
     ),
     AWAITS_NOTICE: Advice(
         text="Find the thread that should call `notify`, `set` or `release`, and give `wait` a timeout",
+        expected="an exception in place of the hang",
+    ),
+    AWAITS_PROCESS: Advice(
+        text="Find the process that should call `notify`, `set` or `release`, or come to the Barrier "
+        "(`tidegauge stacks`): it may have ended, as a worker does that has no samples left. Give `wait` a timeout",
         expected="an exception in place of the hang",
     ),
     AWAITS_LOOP: Advice(
@@ -112,6 +130,12 @@ _OWN_LOCK = Advice(
     text="Find the thread that holds the lock at that line (`tidegauge stacks`), and take several locks in "
     "the same order everywhere",
     expected="no thread waits for a lock whose holder waits for it",
+)
+_LOCKED_TWICE = Advice(
+    text="Look at the callers of that line (`tidegauge stacks --native`): a signal handler or a `__del__` waits "
+    "for ever for a lock that is held by the code which it interrupts. Let it only set a flag, or use "
+    "threading.RLock",
+    expected="no thread waits for a lock that it holds itself",
 )
 _FORKED_LOCK = Advice(
     text="Start that process by `multiprocessing.get_context('spawn')`, or before the training uses threads",
@@ -204,6 +228,18 @@ def held(others_count: int, waits: str | None) -> str:
     return f"; {ranks} for it"
 
 
+def of_taken_pool(hang: Finding) -> Finding:
+    """Return the hang of a process that waits for a task, while each thread of its pool does so too."""
+    advice = Advice(
+        text="Wait in no task for a task of the same pool: call its function, or give it a pool of its own",
+        expected="a thread is left for each task that another one waits for",
+    )
+    told = (
+        "Each thread of its pool waits for a task, too: if that is one of this pool, no thread is left to run it."
+    )
+    return replace(hang, summary=f"{hang.summary} {told}", advice=(advice, *hang.advice[1:]))
+
+
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
     """Return the hang of a process that waits for its own threads, one of which ended with an exception."""
     advice = Advice(
@@ -215,7 +251,16 @@ def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
 
 
 def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
-    """Return the hang of a process that waits for one of its threads, and has none besides the main thread."""
+    """Return the hang of a process that waits for one of its threads, and has none besides the main thread.
+
+    It is at a lock if `awaits` is None.
+    """
+    if awaits is None:
+        told = (
+            "The process has no other Python thread: this thread holds the lock itself, or native code or another "
+            "process does."
+        )
+        return replace(hang, summary=f"{hang.summary} {told}", advice=(_LOCKED_TWICE, *hang.advice[1:]))
     if awaits == AWAITS_LOOP:
         told = "The loop has no connection, pipe, child or timer, and no other Python thread could wake it."
         return replace(hang, summary=f"{hang.summary} {told}")
@@ -236,14 +281,21 @@ def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
     return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
 
 
-def of_lost_process(hang: Finding, pids: Sequence[int], *, of_pool: bool) -> Finding:
-    """Return the hang of a process that waits for a Pool or a queue; its children `pids` ended at once."""
+def of_lost_process(hang: Finding, pids: Sequence[int], awaits: str | None) -> Finding:
+    """Return the hang of a process that waits for a Pool, a queue or a lock; the processes `pids` ended at once."""
     is_one = len(pids) == 1
     named = f"Its child process (pid {pids[0]})" if is_one else f"{len(pids)} of its child processes"
     them = f"process {pids[0]}" if is_one else "them"
     causes = "an error or an exit in the code that it ran, a signal, or the kernel for lack of memory (`dmesg`)"
     find = f"what ended {them}: {causes}"
-    if of_pool:
+    if awaits == AWAITS_SHARED_LOCK:
+        named = f"Process {pids[0]}" if is_one else f"{len(pids)} processes of the training"
+        effect = (
+            "and nothing frees the lock if it held it" if is_one else "and nothing frees the lock if one held it"
+        )
+        text = f"Find out {find}; give `acquire` a timeout"
+        expected = "the training ends with an error, and does not wait for a process that has ended"
+    elif awaits == AWAITS_POOL:
         effect = "and a Pool waits for ever for the task of a process that died"
         text = f"Use concurrent.futures.ProcessPoolExecutor in place of multiprocessing.Pool, and find out {find}"
         expected = "a lost process raises BrokenProcessPool instead of a hang"

@@ -26,12 +26,15 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_ITEM,
     AWAITS_LOOP,
     AWAITS_POOL,
+    AWAITS_SHARED_LOCK,
+    AWAITS_TASK,
     COLLECTIVE,
     STUCK_WAITS,
     Process,
     Series,
     has_children,
     helpers_compute,
+    is_forked,
     last_series,
     processes_of,
     raised_elsewhere,
@@ -39,7 +42,7 @@ from collector.diagnosis.hangs.stuck_process import (
     stuck_child,
     who_holds_up,
 )
-from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.loading.loaders import has_batches_left, loader_settings, worker_slots
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.run.columns import (
     ITERATIONS,
@@ -62,6 +65,7 @@ from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
+from training_harness.records import ROLE_WORKER
 
 #: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
 _AT_ONCE_SECONDS = 5.0
@@ -251,7 +255,7 @@ def _finding(
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
     transfer = culprit.transfer(budget_seconds)
-    lost = _lost_children(life, culprit, series[-1]["time_ns"], seconds)
+    lost = _lost_processes(life, culprit, main, series[-1]["time_ns"], seconds)
     is_alone = bool(lost) and not has_children(culprit, processes.values())
     patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
     is_plain = not transfer and _is_plain(life, culprit, patience, seconds / budget_seconds, series, others_count)
@@ -276,7 +280,9 @@ def _finding(
         hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(silence["lasted_seconds"]),
     )
-    found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    found = catalogue.with_remedy(
+        found, waits, goes_on=life.status() == "running", is_forked=is_forked(life, culprit)
+    )
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
         found = replace(
@@ -292,7 +298,9 @@ def _finding(
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
         if lost:
-            found = catalogue.of_lost_process(found, lost, of_pool=culprit.awaits == AWAITS_POOL)
+            found = catalogue.of_lost_process(found, lost, culprit.awaits)
+        elif culprit.awaits == AWAITS_TASK and culprit.has_taken_pool:
+            found = catalogue.of_taken_pool(found)
         else:
             found = _with_lost_thread(life, found, culprit, series[-1]["time_ns"], seconds)
     return catalogue.of_slow(found, transfer) if transfer else found
@@ -304,23 +312,29 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
     ended = life.tables.events_of("thread-exception", by=process.key)
     ended = [event for event in ended if event["time_ns"] <= until_ns]
     if not ended:
-        return catalogue.of_lone_thread(hang, process.awaits) if process.is_alone else hang
+        is_at_lock = process.is_at_lock and process.awaits is None and not is_forked(life, process)
+        is_lone = process.is_alone or (process.locus.role == "main" and is_at_lock and process.has_one_thread)
+        return catalogue.of_lone_thread(hang, process.awaits) if is_lone else hang
     before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
     when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
     raised = raised_in(ended[-1], process.key)
     return catalogue.of_lost_thread(hang, f"{raised.kind}{raised.site}: {raised.lines[0]}", when)
 
 
-def _lost_children(life: Lifecycle, process: Process, until_ns: float, seconds: float) -> list[int]:
+def _lost_processes(
+    life: Lifecycle, process: Process, main: ProcessKey, until_ns: float, seconds: float
+) -> list[int]:
     """Return the children that ended as a process began to wait for them; none if some ended before.
 
-    A pool with `maxtasksperchild` ends its processes all the time.
+    A pool with `maxtasksperchild` ends its processes all the time. A lock may be held by any child of the training.
     """
-    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM):
+    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM, AWAITS_SHARED_LOCK):
         return []
     host, pid, _ = process.key
     samples = between(sampled_on(life.tables, host), 0, until_ns)
-    children = samples.loc[floats(samples, "parent_pid") == pid, "process_pid"].unique()
+    samples = samples[floats(samples, "role") != ROLE_WORKER]
+    parent = main[1] if process.awaits == AWAITS_SHARED_LOCK else pid
+    children = samples.loc[floats(samples, "parent_pid") == parent, "process_pid"].unique()
     ended = samples[samples["process_pid"].isin(children) & (floats(samples, "alive") == 0)]
     since_ns = until_ns - (seconds + _AT_ONCE_SECONDS) * SECOND_NS
     if (floats(ended, "time_ns") < since_ns).any():
@@ -355,27 +369,23 @@ def _is_plain(
     is_at_work = culprit.is_busy or helpers_compute(series)
     if culprit.is_stuck and not is_at_work and patience is not None:
         return budgets >= patience
-    if not is_worker and not others_count and not _has_batches_left(life.tables, culprit.key, series):
+    if not is_worker and not others_count and not _may_have_batches_left(life.tables, culprit.key, series):
         return False
     return budgets >= LONG_PATIENCE and (is_worker or culprit.is_stuck)
 
 
-def _has_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:
-    """Return whether a training process is in an epoch whose last batch it has not had.
+def _may_have_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:
+    """Return whether a training process may be in an epoch whose last batch it has not had.
 
     A loop that is left early ends its workers, so without them the epoch is over.
     """
     batches = written(tables, "batch", key)
     if batches.empty:
         return False
-    loader, index = whole(batches["loader"].iloc[-1]), whole(batches["index"].iloc[-1])
-    for event in tables.events_of("loader", by=key):
-        if whole(event.get("loader")) == loader:
-            if event.get("num_workers") and not _has_workers(tables, key, series):
-                return False
-            length, size = whole(event.get("dataset_length")), whole(event.get("batch_size"))
-            return length is None or size is None or index is None or (index + 2) * size <= length
-    return True
+    settings = loader_settings(tables).get((key, whole(batches["loader"].iloc[-1])), {})
+    if settings.get("num_workers") and not _has_workers(tables, key, series):
+        return False
+    return has_batches_left(tables, key) is not False
 
 
 def _has_workers(tables: RunTables, key: ProcessKey, series: Series) -> bool:

@@ -19,6 +19,7 @@ from collector.diagnosis.hangs.stuck_process import (
     STUCK_WAITS,
     Process,
     Series,
+    is_forked,
     last_series,
     processes_of,
     sampled_seconds_after,
@@ -29,7 +30,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, fact
-from collector.stacks import PROCESS_BEGIN, WAITS_FOR_BATCH, is_in
+from collector.stacks import WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
 
@@ -155,15 +156,6 @@ def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
         silent=duration(lasted_seconds),
     )
     found = catalogue.with_remedy(
-        found, waits, goes_on=life.status() == "running", is_forked=_is_forked(life, culprit)
+        found, waits, goes_on=life.status() == "running", is_forked=is_forked(life, culprit)
     )
     return catalogue.of_slow(found, transfer) if transfer else found
-
-
-def _is_forked(life: Lifecycle, process: Process) -> bool:
-    """Return whether `multiprocessing` forked a process: it began there, with the command line of its parent."""
-    frames = process.main.frames if process.main else ()
-    if not any(is_in(frame, *PROCESS_BEGIN) for frame in frames):
-        return False
-    parents = (key for key in life.programs if key[:2] == (process.key[0], process.parent_pid))
-    return any(life.programs[key] == life.programs.get(process.key) for key in parents)

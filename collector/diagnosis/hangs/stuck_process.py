@@ -24,9 +24,11 @@ from collector.stacks import (
     MAIN_THREAD,
     MAKES_BATCH,
     ONE_ENDLESS,
+    PROCESS_BEGIN,
     SUSPENDED,
     WAITS_FOR_INDEX,
     Frame,
+    Place,
     Stack,
     from_fields,
     is_in,
@@ -46,13 +48,20 @@ AWAITS_POOL, AWAITS_QUEUE = "waiting for a process pool", "waiting for an item o
 AWAITS_THREAD, AWAITS_TASK = "waiting for the end of a thread", "waiting for the result of a task"
 #: The same of a queue of `multiprocessing`, which another process fills.
 AWAITS_ITEM = f"{AWAITS_QUEUE} of another process"
+#: A queue with a bound, and the same of `multiprocessing`, which another process empties.
+AWAITS_ROOM = "waiting for room in a full queue"
+AWAITS_ROOM_ELSEWHERE = f"{AWAITS_ROOM} to another process"
 #: An event loop of asyncio always has one descriptor, by which other threads wake it.
 AWAITS_LOOP = "waiting for an event of its asyncio loop"
 AWAITS_THREADS = "waiting to end until its other threads end"
 #: A Condition, Event, Semaphore or Barrier of `threading`: unlike a lock, it has no holder.
 AWAITS_NOTICE = "waiting for a thread to wake it"
+#: The same of `multiprocessing`, which another process ends.
+AWAITS_PROCESS = "waiting for another process to wake it"
+#: A lock or a semaphore of `multiprocessing`. Nothing frees it when the process that holds it ends.
+AWAITS_SHARED_LOCK = "blocked on a lock of multiprocessing"
 #: Waits that only a thread of the same process can end.
-_ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_TASK, AWAITS_NOTICE)
+_ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK, AWAITS_NOTICE)
 #: Waits for a thread that itself may wait for something slow.
 _OF_THREADS = (*_ENDED_BY_THREAD, AWAITS_THREAD, AWAITS_THREADS)
 #: A process of `multiprocessing` ends only when its queues have handed over all that it put.
@@ -60,15 +69,23 @@ AWAITS_TAKER = "waiting to end until someone takes what it put in a queue"
 _ENDING = ("_exit_function", "multiprocessing/util.py")
 _TRACKER_PATHS = ("multiprocessing/resource_tracker.py",)
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
+_QUEUE_PATHS = ("multiprocessing/queues.py", "multiprocess/queues.py")
+_SYNCHRONIZE_PATHS = ("multiprocessing/synchronize.py", "multiprocess/synchronize.py")
+_RESULT: Place = ("result", ("/concurrent/futures/_base.py",))
+_POOL_THREAD: Place = ("_worker", ("/concurrent/futures/thread.py",))
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
 _AWAITED = (
     ("get", _POOL_PATHS, AWAITS_POOL),
     ("next", _POOL_PATHS, AWAITS_POOL),
     ("get", ("/queue.py",), AWAITS_QUEUE),
-    ("get", ("multiprocessing/queues.py", "multiprocess/queues.py"), AWAITS_ITEM),
+    ("get", _QUEUE_PATHS, AWAITS_ITEM),
+    ("put", ("/queue.py",), AWAITS_ROOM),
+    ("put", _QUEUE_PATHS, AWAITS_ROOM_ELSEWHERE),
     ("_shutdown", ("/threading.py",), AWAITS_THREADS),
     ("join", ("/threading.py",), AWAITS_THREAD),
-    ("result", ("/concurrent/futures/_base.py",), AWAITS_TASK),
+    (*_RESULT, AWAITS_TASK),
+    ("wait", _SYNCHRONIZE_PATHS, AWAITS_PROCESS),
+    ("__enter__", _SYNCHRONIZE_PATHS, AWAITS_SHARED_LOCK),
     ("wait", ("/threading.py",), AWAITS_NOTICE),
     ("_run_once", ("asyncio/base_events.py",), AWAITS_LOOP),
 )
@@ -187,14 +204,25 @@ class Process:
         is_idle_loop = (
             self.awaits == AWAITS_LOOP and self.main is not None and ONE_ENDLESS in (self.main.waits or "")
         )
-        needs_thread = self.awaits in _ENDED_BY_THREAD or is_idle_loop
-        return needs_thread and all(stack.activity in HELPS_QUEUES for stack in self._others)
+        return (self.awaits in _ENDED_BY_THREAD or is_idle_loop) and self.has_one_thread
+
+    @property
+    def has_one_thread(self) -> bool:
+        """True if it has no other Python threads than helpers of queues."""
+        return all(stack.activity in HELPS_QUEUES for stack in self._others)
 
     @property
     def has_thread_at_work(self) -> bool:
         """True if the main thread is at a lock, or waits for a thread, and one in the user's code is at no lock."""
         at_work = (any(frame.is_own for frame in stack.frames) and not stack.is_at_lock for stack in self._others)
         return (self.is_at_lock or self.awaits in _OF_THREADS) and any(at_work)
+
+    @property
+    def has_taken_pool(self) -> bool:
+        """True if each thread of its thread pools waits for the result of a task, so that none can run one."""
+        at_work = [stack for stack in self._others if any(is_in(frame, *_POOL_THREAD) for frame in stack.frames)]
+        waiting = [stack for stack in at_work if any(is_in(frame, *_RESULT) for frame in stack.frames)]
+        return bool(at_work) and waiting == at_work
 
     @property
     def other_threads(self) -> str:
@@ -378,8 +406,12 @@ def _place_words(frame: Frame) -> str:
 
 
 def _place(entry: Mapping[str, Any]) -> Any:
-    """Return where the main thread of a dump stands: its frames."""
-    return next((thread["frames"] for thread in entry["threads"] if thread["thread"] == MAIN_THREAD), None)
+    """Return where the main thread of a dump stands: its frames, each once.
+
+    If a handler is blocked and its signal comes again and again, ever more calls of it lie above each other.
+    """
+    main = (thread for thread in entry["threads"] if thread["thread"] == MAIN_THREAD)
+    return next(([*dict.fromkeys(map(tuple, thread["frames"]))] for thread in main), None)
 
 
 def _busy_ratio(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
@@ -417,6 +449,15 @@ def stuck_child(parent: Process, processes: Iterable[Process]) -> Process | None
     children = (one for one in processes if one.parent_pid == parent.key[1] and one.locus.role == "other")
     stuck = (one for one in children if one.is_at_lock and one.is_stuck and one.moved_seconds_ago is None)
     return next((one for one in stuck if one.awaits == AWAITS_TAKER or one.computes_at_innermost), None)
+
+
+def is_forked(life: Lifecycle, process: Process) -> bool:
+    """Return whether `multiprocessing` forked a process: it began there, with the command line of its parent."""
+    frames = process.main.frames if process.main else ()
+    if not any(is_in(frame, *PROCESS_BEGIN) for frame in frames):
+        return False
+    parents = (key for key in life.programs if key[:2] == (process.key[0], process.parent_pid))
+    return any(life.programs[key] == life.programs.get(process.key) for key in parents)
 
 
 def who_holds_up(workers: Sequence[Process]) -> Process | None:

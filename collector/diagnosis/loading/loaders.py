@@ -126,6 +126,17 @@ def loader_settings(tables: RunTables) -> dict[LoaderKey, Mapping[str, Any]]:
     return {(writer_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")}
 
 
+def has_batches_left(tables: RunTables, key: ProcessKey) -> bool | None:
+    """Return whether a training process is in an epoch whose last batch it has not had; None if that is unknown."""
+    batches = written(tables, "batch", key)
+    if batches.empty:
+        return None
+    loader, index = (int(batches[name].iloc[-1]) for name in ("loader", "index"))
+    settings = loader_settings(tables).get((key, loader), {})
+    length, batch_size = whole(settings.get("dataset_length")), whole(settings.get("batch_size"))
+    return None if length is None or batch_size is None else (index + 2) * batch_size <= length
+
+
 @once
 def replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
     """Map each setting of a DataLoader that gave way to another one to the loader number of the one that runs last.

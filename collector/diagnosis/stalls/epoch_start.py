@@ -292,7 +292,8 @@ def first_batch_of_epochs(starts: EpochStarts) -> Finding:
 def _cheap_start(each: str) -> Advice:
     return Advice(
         text="Make the start of an epoch cheap: keep lengths, orders and file lists from epoch to epoch instead "
-        "of computing them again, permute arrays instead of Python objects, or yield before all are known",
+        "of computing them again, permute arrays instead of Python objects, fill a smaller shuffle buffer, or "
+        "yield before all are known",
         expected=f"up to {each} less per epoch; more workers do not help",
     )
 

@@ -14,7 +14,7 @@ import pytest
 from collector.agent.live.hangs import HangReports
 from collector.findings import Evidence, Finding, Locus
 from collector.store import Run
-from training_harness.journal import start_ticks
+from training_harness.journal import EventLog, Identity, start_ticks
 from training_harness.layout import create_run, read_manifest, write_manifest
 
 HANG = Finding(
@@ -57,18 +57,42 @@ def test_the_command_of_on_hang_runs_once_with_the_finding(run, tmp_path):
     assert json.loads(line)["locus"]["worker"] == 1
 
 
-def test_cancelling_ends_no_process_that_has_the_pid_of_one_on_another_host(run):
-    command, bystander = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
-    manifest = {"host": socket.gethostname(), "pid": command.pid, "start_ticks": start_ticks(command.pid)}
+@pytest.fixture
+def sleepers(run):
+    """Return three processes: the command of the run, and two bystanders."""
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    pid = processes[0].pid
+    manifest = {"host": socket.gethostname(), "pid": pid, "start_ticks": start_ticks(pid)}
     write_manifest(run.path, {**read_manifest(run.path), "command": manifest})
-    HangReports("cancel").report(run, "train", [replace(HANG, locus=Locus(host="elsewhere", pid=bystander.pid))])
-    assert command.wait(timeout=30) == -signal.SIGTERM
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def cancel(run, locus):
+    HangReports("cancel").report(run, "train", [replace(HANG, locus=locus)])
     for thread in threading.enumerate():
         if thread.name == "cancel":
             thread.join()
+
+
+def test_cancelling_ends_no_process_that_has_the_pid_of_one_on_another_host(run, sleepers):
+    command, bystander, _ = sleepers
+    cancel(run, Locus(host="elsewhere", pid=bystander.pid))
+    assert command.wait(timeout=30) == -signal.SIGTERM
     assert bystander.poll() is None
-    bystander.kill()
-    bystander.wait()
+
+
+def test_cancelling_ends_all_workers_since_several_may_stand_at_one_lock(run, sleepers):
+    _, worker, bystander = sleepers
+    log = EventLog(
+        run.events_dir, replace(Identity.of_this_process(), pid=worker.pid, start_ticks=start_ticks(worker.pid))
+    )
+    log.append("worker-start", loader=0, epoch=0, worker=0, parent_pid=1)
+    cancel(run, Locus(host=socket.gethostname()))
+    assert worker.wait(timeout=30) == -signal.SIGKILL
+    assert bystander.poll() is None
 
 
 def test_an_empty_command_is_refused():

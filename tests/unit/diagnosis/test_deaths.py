@@ -475,9 +475,11 @@ def test_evidence_counts_process_exit_events():
     ("own_frame", "site"),
     [("", "train.py:9, in <module>"), ('\n  File "/home/me/data.py", line 5, in pad', "data.py:5, in pad")],
 )
-def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks(own_frame, site):
+def test_the_line_of_an_exception_in_a_worker_is_none_of_the_hooks_or_of_a_library(own_frame, site):
     hook = '  File "/src/training_harness/hooks/loading/worker.py", line 141, in timed'
-    text = f"Caught KeyError in DataLoader worker process 0.\nTraceback:\n{hook}{own_frame}\nKeyError: 'a'"
+    cython = '  File "pandas/_libs/index.pyx", line 167, in pandas._libs.index.IndexEngine.get_loc'
+    frames = f"{hook}{own_frame}\n{cython}"
+    text = f"Caught KeyError in DataLoader worker process 0.\nTraceback:\n{frames}\nKeyError: 'a'"
     script = exception(training(), "KeyError", message=text, site="/home/me/train.py:9, in <module>")
     (found,) = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind == "crashed"]
     assert f"ended with KeyError at {site}: 'a' (Caught KeyError in DataLoader worker process 0)" in found.summary

@@ -62,6 +62,7 @@ def test_pool_that_lost_a_process_is_not_taken_for_a_lock(ends_at):
     ("call", "path", "words"),
     [
         ("Queue.get", "queue.py", "waiting for an item of a queue"),
+        ("Queue.put", "queue.py", "waiting for room in a full queue"),
         ("Thread.join", "threading.py", "waiting for the end of a thread"),
         ("Future.result", "concurrent/futures/_base.py", "waiting for the result of a task"),
         ("Event.wait", "threading.py", "waiting for a thread to wake it"),
@@ -136,6 +137,33 @@ def test_queue_of_a_process_that_has_ended(ends_at, others, severity):
     assert finding.advice[0].text.startswith("Find out what ended" if ends_at == 21.0 else "Find the thread or")
 
 
+@pytest.mark.parametrize(
+    ("calls", "words", "advice"),
+    [
+        (
+            [["Queue.put", f"{LIBRARY}/multiprocessing/queues.py", 89]],
+            "waiting for room in a full queue to another process",
+            "Find the thread or process that should take",
+        ),
+        (
+            [
+                ["Condition.wait", f"{LIBRARY}/multiprocessing/synchronize.py", 261],
+                ["Barrier.wait", f"{LIBRARY}/threading.py", 689],
+            ],
+            "waiting for another process to wake it",
+            "Find the process that should call `notify`",
+        ),
+    ],
+)
+def test_workers_that_wait_for_another_process_are_not_taken_for_a_lock_or_a_thread(calls, words, advice):
+    workers = [process(key, calls + IN_A_SAMPLE, LOCK) for key in WORKERS]
+    finding = only(stacks(training(), *workers, process(MAIN, FOR_A_BATCH, POLL)))
+    assert finding.severity == "critical"
+    assert f"it is {words} in Files.__getitem__, dataset.py:41;" in finding.summary
+    assert "no other Python thread" not in finding.summary
+    assert finding.advice[0].text.startswith(advice)
+
+
 @pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
 def test_thread_that_waits_for_a_server_is_given_the_patience_for_servers(budgets, severity):
     waiting = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["main", "/home/me/train.py", 33]]
@@ -144,6 +172,31 @@ def test_thread_that_waits_for_a_server_is_given_the_patience_for_servers(budget
     finding = only(with_thread(script, "actor", acting, "waiting for the network"))
     assert finding.severity == severity
     assert "actor, waiting for the network, stands in act, train.py:14." in finding.summary
+
+
+@pytest.mark.parametrize("second_waits", [True, False])
+def test_pool_whose_threads_all_wait_for_tasks_has_none_left_to_run_them(second_waits):
+    result = ["Future.result", f"{LIBRARY}/concurrent/futures/_base.py", 451]
+    in_pool = ["_worker", f"{LIBRARY}/concurrent/futures/thread.py", 81]
+    script = stacks(training(), process(MAIN, [result, *IN_MAIN], LOCK))
+    nested = [result, ["decode", "/home/me/train.py", 9], in_pool]
+    script = with_thread(with_thread(script, "pool_0", nested), "pool_1", nested if second_waits else [in_pool])
+    finding = only(script)
+    assert "pool_0 stands in decode, train.py:9" in finding.summary
+    assert ("no thread is left to run it." in finding.summary) == second_waits
+    assert finding.advice[0].text.startswith("Wait in no task" if second_waits else "Look where the threads")
+
+
+@pytest.mark.parametrize("ends_at", [21.0, 4.0])
+def test_lock_of_multiprocessing_stays_taken_when_its_holder_ends(ends_at):
+    entering = [["SemLock.__enter__", f"{LIBRARY}/multiprocessing/synchronize.py", 95], *IN_A_SAMPLE]
+    workers = [process(key, entering, LOCK, parent=MAIN[1]) for key in WORKERS]
+    finding = only(with_child_ended(stacks(training(), *workers, process(MAIN, FOR_A_BATCH, POLL)), ends_at))
+    assert finding.severity == "critical"
+    assert "it is blocked on a lock of multiprocessing in Files.__getitem__, dataset.py:41;" in finding.summary
+    assert ("Process 3000 ended just then, and nothing frees the lock" in finding.summary) == (ends_at == 21.0)
+    begin = "Find out what ended process 3000" if ends_at == 21.0 else "Look where the other processes stand"
+    assert finding.advice[0].text.startswith(begin)
 
 
 def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_that_it_has_none():
@@ -223,6 +276,18 @@ def test_training_at_a_lock_is_told_where_its_other_threads_stand():
     finding = only(with_thread(stacks(training(), process(MAIN, IN_MAIN, LOCK)), "Thread-1 (saver)", saving))
     assert "Thread-1 (saver) stands in saver, train.py:9." in finding.summary
     assert finding.advice[0].text.startswith("Find the thread that holds the lock")
+
+
+def test_a_handler_at_a_lock_that_its_own_thread_holds():
+    """Its timer runs out again and again: ever more calls of it lie above each other."""
+    script = stacks(training(), process(MAIN, IN_MAIN, LOCK))
+    dumps = [event["processes"][0]["threads"][0] for event in script.events if event["kind"] == "stacks"]
+    for number, thread in enumerate(dumps):
+        thread["frames"] = [["report", "/home/me/train.py", 6]] * (number + 2) + thread["frames"]
+    finding = only(script)
+    assert finding.severity == "critical"
+    assert "in report, train.py:6. The process has no other Python thread: this thread holds" in finding.summary
+    assert "a signal handler or a `__del__`" in finding.advice[0].text
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,27 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
             "Run again with CUDA_LAUNCH_BLOCKING=1",
         ),
         ("RuntimeError", "can't start new thread", "threading.py", "Check `ulimit -u`"),
+        (
+            "BlockingIOError",
+            "[Errno 11] Unable to synchronously open file (unable to lock file, errno = 11, error message = \
+'Resource temporarily unavailable')",
+            "h5py/_hl/files.py",
+            "End what has the file open for writing",
+        ),
+        ("RuntimeError", "each element in list of batch should be of equal size", "", "Give all samples one size"),
+        ("RuntimeError", "Trying to resize storage that is not resizable", "", "Give all samples one size"),
+        (
+            "RuntimeError",
+            "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not support",
+            "",
+            "Return tensors without gradients",
+        ),
+        ("OSError", "[Errno 12] Cannot allocate memory", "self.pid = os.fork()", "Start processes before"),
+        ("RuntimeError", "std::bad_alloc", "", "Check shape and dtype"),
+        ("BrokenPipeError", "[Errno 32] Broken pipe", "print(loss)", "Check what reads its output"),
+        ("BrokenPipeError", "[Errno 32] Broken pipe", "multiprocessing/popen_spawn_posix.py", "Look at the end of"),
+        ("OperationalError", "database is locked", "", "Let one process alone write"),
+        ("ReadersFullError", "MDB_READERS_FULL: Environment maxreaders limit reached", "", "Open the environment"),
         ("BlockingIOError", "[Errno 11] Resource temporarily unavailable", "os.fork()", "Check `ulimit -u`"),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", "Check the server at the other end"),
         (
@@ -209,6 +230,35 @@ def test_known_error_comes_with_advice_for_its_cause_and_then_the_traceback(kind
 def test_a_weight_that_the_optimizer_changed_is_no_operation_of_the_forward_pass():
     first, *_ = crash("RuntimeError", "… modified by an inplace operation: [torch.FloatTensor [64, 8]] …").advice
     assert "optimizer.step() changed its weights: detach()" in first.text
+
+
+NO_THREAD = "can't start new thread"
+EVER_MORE = [10 + 40 * tick for tick in range(20)]
+POOL_AT_ONCE = [10] * 9 + [400] * 11
+
+
+@pytest.mark.parametrize(
+    ("counts", "told", "advice"),
+    [
+        (EVER_MORE, "It had 770 threads, and ever more of them.", "their number rose by 760"),
+        (POOL_AT_ONCE, "The limit of threads is met, or that of address space", "`ulimit -v`: each thread takes"),
+    ],
+)
+def test_threads_that_never_end_are_the_cause_where_no_more_can_be_started(counts, told, advice):
+    """They are counted in the worker that raised."""
+    script, count = training(), len(counts)
+    seconds = [START_SECONDS + tick / 5 for tick in range(count)]
+    held = [MIB] * count
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, thread_count=[10] * count)
+    sample_process(script, seconds, WORKERS[1], ROLE_WORKER, private=held, rss=held, thread_count=counts)
+    error = {"loader": 0, "type": "RuntimeError", "in_worker": True, "error_time_ns": ns(script.now_seconds - 0.6)}
+    script.event(script.now_seconds - 0.6, "loader-error", **error)
+    text = f"Caught RuntimeError in DataLoader worker process 1.\nRuntimeError: {NO_THREAD}"
+    script.event(script.now_seconds - 0.5, "exception", type="RuntimeError", message=text, traceback="…")
+    found = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings[0]
+    assert told in found.summary
+    assert advice in found.advice[0].text
+    assert found.value_of("thread_count") == counts[-1]
 
 
 @pytest.mark.parametrize(

@@ -121,5 +121,6 @@ def test_a_fault_in_native_code_is_a_crash_with_advice_for_its_signal(signal, fi
 def test_a_fault_after_the_end_of_the_script_is_told_so(raised):
     script = end_workers(training())
     script = end_run(end_training(exception(script, "KeyError") if raised else script), -11)
-    summaries = [found.summary for found in diagnose(script.tables()).findings if found.kind == "crashed"]
-    assert any("SIGSEGV while its interpreter shut down, after the end" in one for one in summaries) != raised
+    (found,) = [found for found in diagnose(script.tables()).findings if found.kind == "crashed"]
+    assert ("SIGSEGV while its interpreter shut down, after the end" in found.summary) != raised
+    assert found.advice[0].text.startswith("Join the script's threads") != raised

@@ -325,3 +325,12 @@ def test_request_to_the_training_shortens_no_wait_for_a_batch(tmp_path, monkeypa
     progress.end(current, arrived_ns)
     (step,) = current.writers["step"]._pending
     assert step[[column.name for column in STEP.columns].index("data_wait_ns")] == 5_000_000
+
+
+def test_the_line_of_an_error_is_that_of_the_script_and_not_of_a_compiled_library():
+    """Cython gives the paths of its frames in the folder that a package was built in."""
+    compiled = {}
+    exec(compile("def get_loc(): raise KeyError(1)", "pandas/_libs/index.pyx", "exec"), compiled)
+    with pytest.raises(KeyError) as raised:
+        compiled["get_loc"]()
+    assert session.site_of(raised.value.__traceback__).partition(":")[0] == __file__

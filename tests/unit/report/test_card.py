@@ -188,6 +188,10 @@ def test_card_names_the_unit_of_other_steps(unit, words):
     assert words in card(verdict(step_unit=unit))
 
 
+def test_card_has_one_step_in_the_singular():
+    assert " · 1 step · " in card(verdict(steps=1))
+
+
 def test_card_without_training_claims_neither_health_nor_speed():
     untrained = verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0))
     text = card(untrained)

@@ -63,6 +63,7 @@ def test_threads_of_one_name_are_counted():
         ("S", "futex_wait_queue", "blocked on a lock (futex)"),
         ("S", "do_wait", "waiting for a child process"),
         ("S", "anon_pipe_read", "waiting for a pipe"),
+        ("S", "wait_for_partner", "waiting for a pipe (a FIFO whose other end is not open)"),
         ("T", "do_signal_stop", "suspended (SIGSTOP or a debugger)"),
         ("D", "folio_wait_bit_common", "waiting for a disk (folio_wait_bit_common)"),
         ("D", "rpc_wait_bit_killable", "waiting for NFS"),

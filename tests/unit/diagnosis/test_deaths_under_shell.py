@@ -1,0 +1,40 @@
+"""Trainings that vanish under a shell whose own status is 0."""
+
+import pytest
+from ended_runs import DEATHS, end_run, end_training, end_workers, training
+from simulated_runs import START_SECONDS
+
+from collector.diagnosis.verdict import diagnose
+
+
+@pytest.mark.parametrize(
+    ("shell", "dataset_length", "is_found"),
+    [("bash", 4000, True), ("sweep.py", 4000, False), ("bash", 480, False), ("bash", None, False)],
+)
+def test_training_that_vanishes_amid_an_epoch_under_a_shell(shell, dataset_length, is_found):
+    """The status of a pipeline is that of its last program, also where a signal ended the training before."""
+    script = end_run(end_workers(training(), reason="parent-gone"), 0)
+    script.manifest["command"]["pid"] = 99
+    start = next(event for event in script.events if event["kind"] == "process-start")
+    start["parent_pid"] = 99
+    script.event(START_SECONDS, "process-seen", process_pid=99, process_start_ticks=9, argv=[f"/usr/bin/{shell}"])
+    for event in script.events:
+        if event["kind"] == "loader":
+            event |= {"dataset_length": dataset_length, "batch_size": 8}
+    found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert [(finding.kind, finding.severity) for finding in found] == [("killed", "warning")] * is_found
+    for finding in found:
+        assert "ended in the middle of an epoch without recording its end" in finding.summary
+        assert finding.summary.endswith("The command went on, and ended with exit status 0.")
+        assert finding.advice[0].text.startswith("Begin the shell script with `set -eo pipefail`")
+
+
+@pytest.mark.parametrize(("status", "told"), [(None, "no images in /data"), (3, "exit status 3")])
+def test_training_that_exits_by_itself_under_a_shell(status, told):
+    script = end_workers(training())
+    script.manifest["command"]["pid"] = 99
+    script.event(script.now_seconds, "exit-message", message=told, status=status, site="/my/train.py:12, in main")
+    found = [one for one in diagnose(end_run(end_training(script), 0).tables()).findings if one.kind in DEATHS]
+    assert [(finding.kind, finding.severity) for finding in found] == [("crashed", "warning")]
+    went_on = "The command went on, and ended with exit status 0."
+    assert found[0].summary.endswith(f"called sys.exit at train.py:12, in main: {told}. {went_on}")
