@@ -25,7 +25,14 @@ from training_harness.hooks.on_request import risk
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import farewell
 from training_harness.hooks.stages import stage_calls, stages
-from training_harness.hooks.training import checkpoints, compilations, cuda_oom, forward_passes, steps
+from training_harness.hooks.training import (
+    checkpoints,
+    compilations,
+    cuda_graphs,
+    cuda_oom,
+    forward_passes,
+    steps,
+)
 from training_harness.hooks.training.step_phases import Progress
 
 #: Most exceptions of threads, and most messages to `sys.exit`, that a process records: a script may start a thread
@@ -38,6 +45,11 @@ _hooks: dict[str, Hook] = {}
 def _install_fastai() -> Hook | None:
     step_hook = _hooks.get("step")
     return steps.install_fastai(step_hook) if isinstance(step_hook, steps.StepHook) else None
+
+
+def _install_graphs() -> Hook | None:
+    step_hook = _hooks.get("step")
+    return cuda_graphs.install(step_hook) if isinstance(step_hook, steps.StepHook) else None
 
 
 def _install_auto_setting() -> Hook | None:
@@ -138,6 +150,7 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "forward": (partial(forward_passes.install, _progress), {forward_passes.MODULE, _COMPILER}),
     "stage:torch": (_install_stages, {_DATALOADER, _COMPILER}),
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
+    "cuda_graph": (_install_graphs, {"torch.optim.optimizer", _COMPILER}),
     "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
     "cuda_oom": (partial(cuda_oom.install, _progress), {_COMPILER}),
     "checkpoint": (checkpoints.install, {"torch.optim.optimizer", _COMPILER}),

@@ -75,3 +75,10 @@ def test_private_pool_of_a_captured_graph_is_recorded(run_program):
     assert said["private_pool_bytes"].min() > 0
     assert run.failed_hooks == []
     assert set(run.table("device_time")["step"]) & set(records.tail(len(said)).index), "the device computes then"
+
+
+def test_replay_of_a_graph_that_holds_the_optimizer_is_its_step(run_program):
+    run, records, said = run_program("graph.py", "--unmarked")
+    assert (run.report["run"]["steps"], run.report["run"]["step_unit"]) == (3 + len(said), "optimizer step")
+    assert_same(records.tail(len(said)).reset_index(drop=True), said, said.columns)
+    assert run.failed_hooks == []

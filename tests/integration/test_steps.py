@@ -203,3 +203,20 @@ def test_a_training_in_a_thread_of_its_own_waits_for_its_own_loader(run_text):
     step = run.table("step")
     assert len(step) == 20
     assert (step.data_wait_ns[1:] >= 40 * MS).all()
+
+
+def test_forward_pass_that_raises_is_no_step(run_text):
+    """A batch that does not fit is split, or skipped."""
+    run = run_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if len(x) > 4: raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+        "        return super().forward(x)\n"
+        "model = Model(8, 8)\n"
+        "for step in range(40):\n"
+        "    try: model(torch.zeros(8 if step % 4 == 3 else 4, 8))\n"
+        "    except torch.OutOfMemoryError: pass\n"
+    )
+    step = run.table("step")
+    assert (step.step.max() + 1, set(step.unit)) == (30, {0})

@@ -27,7 +27,8 @@ from typing import Any
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.catalogue import Death
-from collector.diagnosis.deaths.cuda_oom import ended_by_cuda_oom, find_cuda_ooms
+from collector.diagnosis.deaths.cuda_errors import ended_by_cuda_oom
+from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
 from collector.diagnosis.deaths.known_errors import cause_of

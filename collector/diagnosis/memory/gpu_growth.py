@@ -97,6 +97,12 @@ def tensors_of(tables: RunTables, rank: Allocator) -> Use:
     return use_of(tables, rank, "allocated", rank.column("allocated_bytes") - kept)
 
 
+def step_peak_of(tables: RunTables, rank: Allocator) -> Use:
+    """Return how far the highest peak so far is above what stays after a step: what the steps take for a while."""
+    in_step = rank.column("allocated_peak_bytes") - rank.column("allocated_bytes")
+    return use_of(tables, rank, "step_peak", in_step)
+
+
 def has_more_tensors(tables: RunTables, rank: Allocator) -> bool:
     """Return whether the number of live tensors grows; False where it was not read."""
     return _counts(tables, rank) is not None
@@ -133,8 +139,9 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
         if trend is None or not confirmed:
             return []
         return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
-    in_step = rank.column("allocated_peak_bytes") - rank.column("allocated_bytes")
-    if share_of(rank.seconds, in_step, trend) >= CONFIRMED:  # steps need it: their batches grow
+    if (
+        share_of(rank.seconds, step_peak_of(tables, rank).values, trend) >= CONFIRMED
+    ):  # steps need it: their batches grow
         return []
     if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
         return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]

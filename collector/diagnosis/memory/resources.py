@@ -163,7 +163,8 @@ TENSORS = Resource(
     leak_advice=(
         Advice(
             text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "
-            ".detach()), hooks that store activations, metrics that gather on the GPU",
+            ".detach()), hooks that store activations, metrics that gather on the GPU, exceptions kept with their "
+            "traceback, caches without bound",
             expected="allocated memory stops growing",
         ),
     ),

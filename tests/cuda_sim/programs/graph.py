@@ -1,8 +1,9 @@
 """A training whose step is a CUDA graph, and which keeps memory in the graph's own pool.
 
-graph.py FILE
+graph.py FILE [--unmarked]
 
-It writes what PyTorch says is reserved, and its snapshot says is in private pools, when each replayed step ends.
+It writes what PyTorch says is reserved, and its snapshot says is in private pools, when each replayed step ends. It
+calls `training_harness.step()` then, unless it is unmarked.
 """
 
 import json
@@ -40,7 +41,9 @@ with torch.cuda.graph(graph):
     for _ in range(3):
         step()
         time.sleep(0.03)  # long enough for device times of each
-training_harness.step()
+marks_steps = "--unmarked" not in sys.argv
+if marks_steps:
+    training_harness.step()
 for (rows,) in DataLoader(TensorDataset(torch.zeros(BATCH * STEPS, WIDTH)), batch_size=BATCH):
     batch.copy_(rows)
     graph.replay()
@@ -48,5 +51,6 @@ for (rows,) in DataLoader(TensorDataset(torch.zeros(BATCH * STEPS, WIDTH)), batc
     segments = torch.cuda.memory_snapshot()
     private = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
     statistics.append({"reserved_bytes": torch.cuda.memory_reserved(), "private_pool_bytes": private})
-    training_harness.step()
+    if marks_steps:
+        training_harness.step()
 Path(sys.argv[1]).write_text(json.dumps(statistics))

@@ -52,7 +52,7 @@ def test_fatal_error_is_reported_with_its_figures():
     assert figures["other_processes_bytes"] == OTHER_JOB
     assert figures["outside_pytorch_bytes"] == CONTEXT
     assert advice == "End the other processes on this device, or use another device | Make a step smaller"
-    assert post_mortem(recorded("out-of-memory"))[1] == "Make a step smaller"
+    assert post_mortem(recorded("out-of-memory"))[1] == "Bound what a step takes | Make a step smaller"
 
 
 @pytest.mark.parametrize(("lacking", "fragmented"), [(0, True), (1, False)])
@@ -169,6 +169,24 @@ def test_batches_without_a_step_hold_memory():
     assert "came without a step" not in found.summary
 
 
+def test_first_evaluation_that_keeps_its_outputs_is_advised_to_let_go():
+    """Its loader has no batches in any step to compare with: one batch does not explain what tensors took."""
+    run = only_rows(recorded("out-of-memory"), "step", lambda rows: rows["step"] < 6)
+    run = with_columns(run, "batch", lambda rows: {"loader": np.where(rows["index"] > 6, 1, 0)})
+    found, advice = post_mortem(run)
+    assert advice.startswith("Let go of each batch's tensors before the next one")
+    assert found.advice[-1].text.startswith("Make the batches of this evaluation")
+    assert "9 batches came without a step, in which tensors took" in found.summary
+    level = run.streams["device_memory"]["allocated_bytes"].iloc[0]
+    _, advice = post_mortem(with_changed_event(run, "cuda-oom", allocated_bytes=int(level), message=None))
+    assert "Let go" not in advice, "one batch explains it"
+
+
+def test_process_that_never_went_backward_needs_no_accumulation():
+    run = with_columns(recorded("out-of-memory"), "step", lambda _: {"backward_ns": np.nan})
+    assert post_mortem(run)[0].advice[-1].text.startswith("Make the batches of this evaluation")
+
+
 def test_growth_of_one_tensor_is_advised_on_first():
     run = with_allocator(recorded("leak-to-the-end"), allocation_count=flat("allocation_count"))
     assert post_mortem(run)[1].startswith("Find what grew")
@@ -238,11 +256,68 @@ def test_error_names_the_phase_that_a_callback_reported():
     assert "validation" in post_mortem(told)[0].summary
 
 
+def test_device_on_which_dataparallel_gathers_is_named():
+    run = recorded("two-devices")
+    last_ns = int(run.streams["step"]["time_ns"].iloc[-1]) + 1
+    died = {"time_ns": last_ns, "step": 40, "caught": False, "requested_bytes": 90 * MIB, "free_bytes": 0}
+    found = {}
+    for device in (0, 1):  # the second one holds more there
+        [found[device]] = [
+            each
+            for each in diagnose(with_event(run, "cuda-oom", device=device, **died)).findings
+            if each.kind == "cuda-oom"
+        ]
+    advice = {device: [each.text for each in one.advice] for device, one in found.items()}
+    assert any(text.startswith("Use DistributedDataParallel") for text in advice[1])
+    assert not any(text.startswith("Use DistributedDataParallel") for text in advice[0])
+    assert "on the other devices of DataParallel" in found[1].summary
+
+
+def test_line_that_took_the_memory_is_named():
+    told = with_changed_event(recorded("out-of-memory"), "cuda-oom", site="/home/me/train.py:37, in fit")
+    assert " at train.py:37, in fit: " in post_mortem(told)[0].summary
+
+
+def test_error_without_figures_has_those_of_the_allocator():
+    """Without NVML PyTorch fails while it composes its message, before its observers see the error."""
+    run, said = (
+        recorded("out-of-memory"),
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1',
+    )
+    record = run.streams["device_memory"].iloc[-1]
+    names = ("device", "error_time_ns", "requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes")
+    lacking = dict.fromkeys((*names, "reserved_bytes"))
+    found, _ = post_mortem(with_changed_event(run, "cuda-oom", message=said, type="RuntimeError", **lacking))
+    figures = {evidence.name: evidence.value for evidence in found.evidence}
+    assert figures["reserved_bytes"] == record["reserved_bytes"]
+    assert figures["allocated_peak_bytes"] == record["allocated_peak_bytes"]
+    assert found.limit is not None
+    assert "PyTorch's error has no figures; its allocator had reserved" in found.summary
+
+
 @pytest.mark.parametrize("caught", [True, None], ids=["went on", "ended well soon after it"])
 def test_caught_error_is_information(caught):
     found, _ = post_mortem(with_changed_event(recorded("caught-errors"), "cuda-oom", caught=caught))
     assert found.severity == "info"
     assert "went on" in found.summary
+
+
+@pytest.mark.parametrize(("caught", "severity"), [(False, "critical"), (None, "warning")])
+def test_error_that_ends_a_thread_is_none_that_was_caught(caught, severity):
+    """The main thread goes on, and the command may end with exit status 0."""
+    ended = with_changed_event(recorded("caught-errors"), "command-exit", exit_status=0)
+    end_ns = int(ended.streams["step"]["time_ns"].iloc[-1]) + 1
+    fields = {"time_ns": end_ns, "error_time_ns": end_ns, "thread": "trainer", "caught": caught}
+    found, _ = post_mortem(with_changed_event(ended, "cuda-oom", **fields))
+    assert (found.severity, "The error ended the thread 'trainer'." in found.summary) == (severity, True)
+    earlier = with_changed_event(ended, "cuda-oom", **fields | {"time_ns": end_ns - 10**9, "caught": False})
+    assert post_mortem(earlier)[0].severity == "warning", "another thread trains"
+
+
+def test_errors_that_were_caught_are_counted():
+    run = recorded("caught-errors")
+    count = sum(error["errors_count"] for error in run.events_of("cuda-oom"))
+    assert f"it caught {count} such errors" in post_mortem(run)[0].summary
 
 
 def test_later_crash_is_reported_along_with_a_caught_error():

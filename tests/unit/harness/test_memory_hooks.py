@@ -6,6 +6,7 @@ simulated device (torch.cuda.memory_stats, host_memory_stats, memory_snapshot, _
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import gc
 import gzip
@@ -14,6 +15,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.conftest import wait_for
 from tests.recorded_runs import allocator_state, recorded
 from training_harness import layout, session
 from training_harness.hooks.heap import EVERY_NS
@@ -430,6 +433,39 @@ def test_error_that_is_raised_while_another_is_handled_is_recorded_so(out_of_mem
         out_of_memory.observers[0](0, ASKED, LIMIT, FREE)
         sys.excepthook(type(error), error, None)
     assert [event["in_handler"] for event in out_of_memory.events("cuda-oom")] == [False, True]
+
+
+def test_caught_oom_has_the_line_that_took_the_memory(out_of_memory):
+    """In a thread of the autograd engine, the observer has no frames above it."""
+    world = out_of_memory
+    world.hook.cuda_is_ready()
+    for call in (lambda observer, arguments: observer(*arguments), _thread.start_new_thread):
+        call(world.observers[0], (0, ASKED, LIMIT, FREE))
+        wait_for(lambda: world.hook._errors, "the error")
+        world.end_step()
+    with_line, without = world.events("cuda-oom")
+    assert "test_memory_hooks.py" in with_line["site"]
+    assert "site" not in without
+    assert without["allocated_bytes"] == with_line["allocated_bytes"] == ALLOCATED
+
+
+@pytest.mark.parametrize(("trains", "caught"), [(True, False), (False, None)])
+def test_oom_that_ends_a_thread_says_whether_that_one_trains(out_of_memory, monkeypatch, trains, caught):
+    world = out_of_memory
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    world.hook.cuda_is_ready()
+
+    def train():
+        world.progress.on_optimizer(threading.get_ident() if trains else 1)
+        world.observers[0](0, ASKED, LIMIT, FREE)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+    (reported,) = world.events("cuda-oom")
+    assert (reported["thread"], reported["caught"], reported["requested_bytes"]) == ("trainer", caught, ASKED)
+    assert reported["site"].endswith("in train")
 
 
 def test_only_cuda_out_of_memory_errors_are_recognised():

@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import re
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ class OomHook(Hook):
         if not self.active:
             return
         self.replace(sys, "excepthook", self._excepthook)
+        self.replace(threading, "excepthook", self._thread_excepthook)
         multiprocessing.util.Finalize(None, self._guarded_report, exitpriority=1)
         for name, start in (("cuda_oom_observer", self._observe), ("memory_history", self._record_history)):
             Hook(name).attempt(start)
@@ -85,6 +87,9 @@ class OomHook(Hook):
         }
         self._gauge(current)
         try:
+            # A backward pass allocates in a thread of its own, which has no other frames.
+            if (frame := session.user_frame(sys._getframe().f_back)) is not None:
+                error["site"] = session.line_of(frame.f_code, frame.f_lineno)
             stats = self._torch.cuda.memory_stats_as_nested_dict(device)
             error |= {name: stats[name]["all"]["current"] for name in _GAUGES if name in stats}
             error |= self._snapshot_of(error, current)
@@ -97,7 +102,13 @@ class OomHook(Hook):
         self._progress.requests.call(self._report_caught)
 
     def report(
-        self, current: session.Session, step: int, *, caught: bool | None, error: BaseException | None = None
+        self,
+        current: session.Session,
+        step: int,
+        *,
+        caught: bool | None,
+        error: BaseException | None = None,
+        thread: str | None = None,
     ) -> None:
         """Write a `cuda-oom` event for the errors since the last event, and a snapshot."""
         context = error and error.__context__
@@ -111,7 +122,8 @@ class OomHook(Hook):
             last |= {**self._snapshot(current), "is_snapshot_later": True}
         if error is not None:
             last |= {"type": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]}
-            last["in_handler"] = in_handler
+            site = session.site_of(error.__traceback__) or last.get("site")
+            last |= {"site": site, "in_handler": in_handler, "thread": thread}
         current.events.append("cuda-oom", caught=caught, errors_count=max(1, len(errors)), **last)
 
     def _snapshot_of(self, error: Mapping[str, Any], current: session.Session) -> dict[str, Any]:
@@ -152,12 +164,24 @@ class OomHook(Hook):
 
         return excepthook
 
-    def _guarded_report(self, *, caught: bool | None = None, error: BaseException | None = None) -> None:
+    def _thread_excepthook(self, previous: Any) -> Any:
+        def excepthook(args: threading.ExceptHookArgs) -> None:
+            cause = None if args.exc_value is None else _out_of_memory_behind(args.exc_value)
+            if cause is not None and args.thread is not None:
+                is_training = args.thread.ident == self._progress.thread
+                self._guarded_report(caught=False if is_training else None, error=cause, thread=args.thread.name)
+            previous(args)
+
+        return excepthook
+
+    def _guarded_report(
+        self, *, caught: bool | None = None, error: BaseException | None = None, thread: str | None = None
+    ) -> None:
         if (current := session.active) is not None:
             if error is not None and not self._errors:  # no observer has read anything
                 self._progress.calls.run()
                 self._gauge(current)
-            self.attempt(self.report, current, self._progress.step, caught=caught, error=error)
+            self.attempt(self.report, current, self._progress.step, caught=caught, error=error, thread=thread)
 
     def _gauge(self, current: session.Session) -> None:
         """Record the allocators: the step may never reach its own record, and no step may have ended yet."""

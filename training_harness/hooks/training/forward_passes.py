@@ -211,15 +211,16 @@ class ForwardHook(Hook):
             except Exception as error:
                 hook.fail(error)
             try:
-                return plain(module, args, kwargs)
+                result = plain(module, args, kwargs)
             finally:
                 running.discard(thread)
-                try:
-                    if is_pass and leading.active:
-                        cpu_ns = cpu_clock() if progress.reads_cpu else UNREAD
-                        calls.log((leading, on_pass_end, clock(), thread, cpu_ns))
-                except Exception as error:
-                    hook.fail(error)
+            try:  # a call that raised is no pass: its loop may take it again with less
+                if is_pass and leading.active:
+                    cpu_ns = cpu_clock() if progress.reads_cpu else UNREAD
+                    calls.log((leading, on_pass_end, clock(), thread, cpu_ns))
+            except Exception as error:
+                hook.fail(error)
+            return result
 
         return _Call(call, kind, own)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from training_harness import session
 from training_harness.hooks import compiler
+from training_harness.hooks.accelerators import in_use, is_capturing
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.training.devices import BACKWARD, OPTIMIZE, OTHER, Reading
 from training_harness.hooks.training.optimizers import OptimizerGauge
@@ -49,6 +50,7 @@ class StepHook(Hook):
 
     Attributes:
         before, after: torch's hooks, which take the optimizer, its arguments and its keyword arguments.
+        captured: optimizers, by id, that step in the CUDA graph which is being captured; None outside of a capture.
     """
 
     before: Callable[[Any, Any, Any], None]
@@ -59,6 +61,7 @@ class StepHook(Hook):
         self._progress = progress
         self._optimizers = OptimizerGauge()
         self._optimizers_hook = Hook("optimizer")
+        self.captured: dict[int, Callable[[], Any]] | None = None
         self._leader: Callable[[], Any] = _no_optimizer
         self._follower: Callable[[], Any] = _no_optimizer
         self._turn: dict[int, Callable[[], Any]] = {}  # by id: those that stepped since the leader did
@@ -104,6 +107,13 @@ class StepHook(Hook):
         if now_ns >= self._optimizers.due_ns and session.active is not None:
             self._optimizers_hook.attempt(self._optimizers.record, session.active)
 
+    def is_captured(self, optimizer: Any) -> bool:
+        """Return whether a step becomes part of a CUDA graph and computes nothing now; note its optimizer then."""
+        if self.captured is None or not is_capturing(in_use(sys.modules["torch"])):
+            return False  # a capture that failed may have had no end
+        self.captured[id(optimizer)] = weakref.ref(optimizer)
+        return True
+
     def may_lead(self, optimizer: Callable[[], Any]) -> bool:
         """Return whether an optimizer ends the steps, as far as the calls that have run show."""
         return self._leader is optimizer or self._leader() is None
@@ -136,7 +146,7 @@ def install(progress: Progress) -> StepHook:
             return
         try:
             current = session.active or session.start()
-            if current is None:
+            if current is None or (hook.captured is not None and hook.is_captured(optimizer)):
                 return
             if not current.process_started:
                 progress.announce(current)
@@ -152,6 +162,8 @@ def install(progress: Progress) -> StepHook:
         if is_compiling() or not hook.active:
             return
         try:
+            if hook.captured is not None and hook.is_captured(optimizer):
+                return
             now_ns = clock()
             is_due = now_ns >= calls.due_ns
             cpu_ns = boundary_cpu_clock(now_ns) if progress.reads_cpu or is_due else UNREAD
