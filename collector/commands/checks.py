@@ -71,6 +71,7 @@ _MEASUREMENTS = {
     "backward": ("backward passes", "time of forward and backward, each"),
     "checkpoint": ("checkpoints", "when torch.save writes one"),
     "exit": ("messages of sys.exit", "why a script ended itself, and where"),
+    "cuda_graph": ("CUDA graphs", "optimizer steps in replays of a graph"),
     "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
     "thread": ("threads", "exceptions that end a thread of the training"),
     "compiler": ("torch.compile", "it leaves the hooks alone"),

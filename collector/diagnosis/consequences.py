@@ -108,8 +108,16 @@ def _keeps_workers(findings: list[Finding], like: Finding) -> bool:
 
 
 def _is_late_by_pauses(findings: list[Finding], late: Finding) -> bool:
-    """Return whether the pauses of a rank cost half of the time, or more, for which the others wait for it."""
-    pauses = _in_same_process(findings, "main-thread-pause", late)
+    """Return whether the pauses of a rank cost half of the time, or more, for which the others wait for it.
+
+    The time between epochs is that of all ranks, and makes none late.
+    """
+    of_steps = ("pause_distance_count", "saving_count", "compilation_count")
+    pauses = [
+        pause
+        for pause in _in_same_process(findings, "main-thread-pause", late)
+        if any(pause.value_of(name) is not None for name in of_steps)
+    ]
     costs = (pause.value_of("lost_seconds") or 0.0 for pause in pauses)
     return sum(costs) >= (late.value_of("lost_seconds") or math.inf) / 2
 

@@ -241,7 +241,11 @@ def find_attachment(tables: RunTables) -> list[Finding]:
 
 def _in_namespaces(life: Lifecycle) -> list[Finding]:
     """Find processes whose records have other process ids than their samples."""
-    events = [event for event in life.tables.events_of("process-seen") if event.get("obstacle") == "PID namespace"]
+    events = [
+        event
+        for event in life.tables.events_of("process-seen")
+        if event.get("obstacle") == "PID namespace" and event.get("has_torch")
+    ]
     if not events or not life.mains:
         return []
     pids = list(dict.fromkeys(whole(event.get("process_pid")) for event in events))

@@ -169,7 +169,7 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
 
     Within a severity, threats to the run come first: deaths, then forecasts, then growth, the largest first. Once
     the run is over, growth comes before the forecast that rests on it. Consequences come after their cause. Then
-    slowdowns come, the costliest first, and last the findings that cannot tell.
+    slowdowns come, the costliest first, then what is healthy, and last the findings that cannot tell.
     """
     lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
     group = finding.group

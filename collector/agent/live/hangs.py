@@ -61,8 +61,7 @@ class HangReports:
                 "hang-cancelled", command_pid=command["pid"]
             )
             say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
-            may_be_stuck = {*_workers(run), *_living(finding.locus)}
-            processes = LocalProcess(command["pid"], command["start_ticks"]), may_be_stuck
+            processes = LocalProcess(command["pid"], command["start_ticks"]), run, finding.locus
             threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()
 
     def close(self) -> None:
@@ -70,13 +69,14 @@ class HangReports:
         self._command.close()
 
 
-def _cancel(command: LocalProcess, may_be_stuck: Iterable[LocalProcess]) -> None:
+def _cancel(command: LocalProcess, run: Run, culprit: Locus) -> None:
     """End the command, then the processes that may hang: a stuck worker does not notice that its parent is gone."""
     _send(command, signal.SIGTERM)
     deadline = time.monotonic() + CANCEL_SECONDS
     while command.is_alive() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    for process in (command, *may_be_stuck):
+    _send(command, signal.SIGKILL)
+    for process in (*_living(culprit), *_workers(run)):
         _send(process, signal.SIGKILL)
 
 

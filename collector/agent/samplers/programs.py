@@ -63,7 +63,7 @@ def read_program(proc: str, pid: int, run_dir: str | None = None) -> Program | N
     # Any argument of another program may be a secret.
     words = redact(argv) if is_python else [os.path.basename(argv[0])]
     is_inside = procfs.namespaces_count(proc, pid) > procfs.namespaces_count(proc, os.getpid())
-    reason = NAMESPACE if is_inside else obstacle(argv, environ, run_dir)
+    reason = obstacle(argv, environ, run_dir) or (NAMESPACE if is_inside else None)
     return Program(
         argv=tuple(word[:_CHARACTERS_AT_MOST] for word in words[:_ARGUMENTS_AT_MOST]),
         is_python=is_python,

@@ -152,7 +152,8 @@ FAULT_ADVICE: Mapping[int | None, Advice] = {
 }
 #: Advice on a fault after the end of the script.
 END_BEFORE_EXIT = Advice(
-    text="Join the script's threads at its end, daemon threads too, and call dist.destroy_process_group()",
+    text="Join the script's threads at its end, daemon threads too. With torch.distributed, call "
+    "dist.destroy_process_group() there",
     expected="no thread is in native code when the interpreter ends, which can abort the process",
 )
 WORKER_CRASHED = replace(CRASHED, kind="worker-killed")
@@ -198,7 +199,7 @@ KILLED_UNDER_SHELL = replace(
     sentence="{what} ended in the middle of an epoch without recording its end, as after a signal or os._exit.",
     advice=(
         Advice(
-            text="Begin the shell script with `set -eo pipefail`, and run again with PYTHONFAULTHANDLER=1",
+            text="Begin the script with `#!/bin/bash` and `set -eo pipefail`, and run it with PYTHONFAULTHANDLER=1",
             expected="the exit status of the command names the signal, and the stack shows the line of a crash",
         ),
     ),

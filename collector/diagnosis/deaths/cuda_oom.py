@@ -20,6 +20,7 @@ from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Severity, fact
 from collector.units import counted, plain_text, size
+from training_harness.records import UNIT_OPTIMIZER
 
 _MESSAGE_CHARACTERS = 500
 #: Smallest gain of an advice worth giving, as a share of the limit.
@@ -215,7 +216,8 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     records = allocators(tables.stream("device_memory"))
     own = next((a.before(at_ns) for a in records if (a.key, a.device) == (key, error.device)), None)
     batches, steps = written(tables, "batch", key), written(tables, "step", key)
-    steps_ns, trains = floats(steps, "time_ns"), bool(np.isfinite(floats(steps, "backward_ns")).any())
+    is_trained = np.isfinite(floats(steps, "backward_ns")) | (floats(steps, "unit") >= UNIT_OPTIMIZER)
+    steps_ns, trains = floats(steps, "time_ns"), bool(is_trained.any())
     batches, steps_ns = batches[floats(batches, "time_ns") <= at_ns], steps_ns[steps_ns <= at_ns]
     payload, figures = floats(batches, "payload_bytes"), figures_at(tables, error)
     of_loader = batches[floats(batches, "loader") == batches["loader"].iloc[-1]] if len(batches) else batches
@@ -283,7 +285,8 @@ def _summary(scene: _Scene, process: str) -> str:
         text += f". Tensors held {size(scene.of('allocated_bytes'))}"
         text += f", the allocator {size(scene.unallocated_bytes)} more"
     elif math.isfinite(scene.of(ALLOCATED_PEAK)):
-        text += f". PyTorch's error has no figures; its allocator had reserved {size(scene.of('reserved_bytes'))}"
+        text += ". " if math.isfinite(request) else ". PyTorch's error has no figures. "
+        text += f"The allocator had reserved {size(scene.of('reserved_bytes'))}"
         text += f" of {size(scene.of('limit_bytes'))}, and tensors had taken up to {size(scene.of(ALLOCATED_PEAK))}"
     if scene.holds_batches:
         text += f". {counted(scene.batch_counts[0], 'batch')} came without a step"
@@ -291,7 +294,7 @@ def _summary(scene: _Scene, process: str) -> str:
     for name, owner in _OTHERS.items():
         if scene.of(name) >= request:
             text += f". {owner} held {size(scene.of(name))}"
-    if scene.device_peaks[0] > scene.device_peaks[1]:
+    if scene.device_peaks[0] > (1 + _LEAST_GAIN_RATIO) * scene.device_peaks[1]:
         here, elsewhere = map(size, scene.device_peaks)
         text += (
             f". At the peak tensors took {here} here, and at most {elsewhere} on the other devices of DataParallel"

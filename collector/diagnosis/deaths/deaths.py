@@ -6,6 +6,7 @@ after which the launcher (torchrun) restarted all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from signal import (
@@ -40,6 +41,7 @@ from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.training import iterations_within
 from collector.findings import Evidence, Finding, Locus, fact
 from collector.store import ProcessKey
 from collector.units import counted
@@ -252,16 +254,13 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
         finding = _crash(life, key, main_victim(life, key, None))
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
         findings.append(replace(finding, evidence=(*finding.evidence, count)))
-    exits = {
-        writer_of(event): event
-        for event in life.tables.events_of("exit-message")
-        if writer_of(event) in life.mains and writer_of(event) != life.command
-    }
-    return findings + [
-        _exit(life, event, main_victim(life, key, None).went_on)
-        for key, event in exits.items()
-        if key not in life.exceptions
-    ]
+    exits: dict[str, tuple[ProcessKey, Mapping[str, Any]]] = {}
+    for event in life.tables.events_of("exit-message"):
+        key = writer_of(event)
+        is_caught = iterations_within(life.tables, key, event["time_ns"], math.inf) > 0
+        if key in life.mains and key not in {life.command, *life.exceptions, *explained} and not is_caught:
+            exits.setdefault(str(event.get("site")), (key, event))
+    return findings + [_exit(life, event, main_victim(life, key, None).went_on) for key, event in exits.values()]
 
 
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:

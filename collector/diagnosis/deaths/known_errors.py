@@ -127,8 +127,8 @@ def _memory(raised: _Raised) -> Cause:
 
 _FORK = Advice(
     text="Start processes before the training grows (make the loader first, persistent_workers=True), or with "
-    "multiprocessing_context='forkserver'; or set /proc/sys/vm/overcommit_memory to 0 or 1",
-    expected="the new process asks for less memory",
+    "multiprocessing_context='forkserver'; or set /proc/sys/vm/overcommit_memory to 1",
+    expected="the new process can be started",
 )
 
 
@@ -283,8 +283,11 @@ stacks` names their lines while it lasts)"
 
 
 def _pipe(raised: _Raised) -> Cause:
-    """Explain a pipe whose reader is gone: a child process, or what reads the output, as in `| head`."""
-    if "multiprocessing" in raised.trace or "subprocess" in raised.trace:
+    """Explain a pipe whose reader is gone: a child, or what reads the output. A closed socket raises it, too."""
+    of_child = ("multiprocessing/connection.py", "multiprocessing/popen", "subprocess.py")
+    if any(module in raised.trace for module in ("urllib3", "socket.py", "ssl.py", "http/client.py")):
+        return _NETWORK(raised)
+    if any(module in raised.trace for module in of_child):
         return _CHILD_GONE(raised)
     return Cause(sentence=" What reads its output had ended.", advice=READER_GONE.advice, fault="outside")
 
@@ -292,6 +295,11 @@ def _pipe(raised: _Raised) -> Cause:
 def _sender(raised: _Raised) -> Cause | None:
     """Explain a tensor in shared memory: its file is asked for at its sender (multiprocessing.resource_sharer)."""
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
+
+
+def _collate(explain: Callable[[_Raised], Cause]) -> Callable[[_Raised], Cause | None]:
+    """Return the explanation of an error that counts where a batch is put together or sent (torch/utils/data)."""
+    return lambda raised: explain(raised) if "utils/data" in raised.trace else None
 
 
 def _known(text: str, expected: str, fault: Fault | None, sentence: str = "") -> Callable[[_Raised], Cause]:
@@ -460,8 +468,11 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"Expected to have finished reduction in the prior iteration", _UNUSED),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
         (r"stack expects each tensor to be equal size|list of batch should be of equal size", _UNEQUAL_SAMPLES),
-        (r"resize storage that is not resizable", _UNEQUAL_SAMPLES),
-        (r"non-leaf tensor which requires_grad|out=\.\.\. arguments don't support automatic diff", _GRADIENT),
+        (r"resize storage that is not resizable", _collate(_UNEQUAL_SAMPLES)),
+        (
+            r"non-leaf tensor which requires_grad|out=\.\.\. arguments don't support automatic diff",
+            _collate(_GRADIENT),
+        ),
         (r"DataLoader timed out", _timeout),
         (r"finished its bootstrapping phase", _MAIN_GUARD),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),

@@ -36,13 +36,17 @@ _HANG_ADVICE = {
     ),
     AWAITS_SHARED_LOCK: Advice(
         text="Look where the other processes stand (`tidegauge stacks`): one of them holds the lock, or one that "
-        "has ended does. Take it for short work alone, and give `acquire` a timeout",
+        "has ended does. Hold it only briefly, and give `acquire` a timeout",
         expected="an exception in place of the hang",
     ),
     "blocked on a lock": Advice(
         text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
         "worker_init_fn, or use multiprocessing_context='forkserver'",
         expected="no process waits for a lock whose holder is gone, as after fork() of a process with threads",
+    ),
+    "waiting for a pipe (a FIFO": Advice(
+        text="Start the program that opens the other end of that FIFO, or open it with os.O_NONBLOCK",
+        expected="`open` returns",
     ),
     "waiting for a pipe": Advice(
         text="Give what is read at that line a timeout, and check that its writer is alive",

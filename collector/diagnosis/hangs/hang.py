@@ -26,6 +26,8 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_ITEM,
     AWAITS_LOOP,
     AWAITS_POOL,
+    AWAITS_PROCESS,
+    AWAITS_ROOM_ELSEWHERE,
     AWAITS_SHARED_LOCK,
     AWAITS_TASK,
     COLLECTIVE,
@@ -60,7 +62,7 @@ from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Advice, Finding, Severity, fact
+from collector.findings import SEVERITIES, Advice, Finding, Severity, fact
 from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
@@ -155,7 +157,7 @@ def _in_one(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple
     ranks = [one for one in found if one[0].is_in_collective and one[0].is_stuck]
     if len(ranks) < 2:
         return found
-    by_rank = sorted(ranks, key=lambda one: one[0].locus.rank or 0)
+    by_rank = sorted(ranks, key=lambda one: (SEVERITIES.index(one[1].severity), one[0].locus.rank or 0))
     process, finding = by_rank[0]
     others = [one for one in found if one not in ranks]
     sizes = {whole(event.get("world_size")) for event in life.tables.events_of("process-start")}
@@ -312,7 +314,8 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
     ended = life.tables.events_of("thread-exception", by=process.key)
     ended = [event for event in ended if event["time_ns"] <= until_ns]
     if not ended:
-        is_at_lock = process.is_at_lock and process.awaits is None and not is_forked(life, process)
+        is_plain_lock = (process.waits or "").startswith("blocked on a lock") and process.awaits is None
+        is_at_lock = is_plain_lock and not process.is_in_collective and not is_forked(life, process)
         is_lone = process.is_alone or (process.locus.role == "main" and is_at_lock and process.has_one_thread)
         return catalogue.of_lone_thread(hang, process.awaits) if is_lone else hang
     before_seconds = (since_ns - ended[-1]["time_ns"]) / SECOND_NS
@@ -347,7 +350,8 @@ def _patience(culprit: Process, waits: str | None, *, is_alone: bool) -> float |
 
     Another process fills its queue at its own pace, and so a server sends, unless the process `is_alone`.
     """
-    if culprit.awaits in (AWAITS_ITEM, AWAITS_LOOP) and not is_alone:
+    is_elsewhere = culprit.awaits in (AWAITS_ROOM_ELSEWHERE, AWAITS_PROCESS) and culprit.locus.role != "worker"
+    if (culprit.awaits in (AWAITS_ITEM, AWAITS_LOOP) or is_elsewhere) and not is_alone:
         return None
     if culprit.awaits or (waits or "").startswith(STUCK_WAITS):
         return LONG_PATIENCE if culprit.has_thread_at_work else 1.0

@@ -32,7 +32,6 @@ _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare i
 _LISTED_BATCHES = 50
 MOST_TAIL = 0.2  # share of the batches that may be slow ones
 _LEAST_TIME_OF_TAIL = 0.5  # share of the fetches' time from which a few slow batches are named
-_MAIN_RATIO = 0.5  # share of a transfer's time that is most of it
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
 _BUSY_THREADS = 0.5  # cores that other threads use from which they may hold the loop up
 _MOVE_THREADS = Advice(
@@ -117,10 +116,10 @@ def compute_bound(case: LoadingCase) -> Finding:
         second = case.measured(fetch_seconds=steady.fetch_mean)
     transfer_ratio = steady.wait_ratio - steady.starved_ratio
     if transfer_ratio >= _TRANSFER_RATIO:
-        queued = core_waits(case.loop).in_workers
+        ratio = core_waits(case.loop).in_workers
         how += (
             f". Another {percent(transfer_ratio)} goes into their transfer: {duration(steady.transfer)} per batch"
-            + (", mostly a wait for a core" if queued >= _MAIN_RATIO else "")
+            + (f"; workers that do not sleep wait for a core {percent(ratio)} of their time" if ratio > 0.5 else "")
         )
     return Finding(
         kind="compute-bound",

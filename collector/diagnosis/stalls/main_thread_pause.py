@@ -1,4 +1,4 @@
-"""Pauses of the training thread: saved checkpoints, code compiled again, regular long steps, between epochs."""
+"""Pauses of the training thread: checkpoints, code compiled again, regular long steps, time between epochs."""
 
 from __future__ import annotations
 
@@ -75,20 +75,28 @@ _LESS_BETWEEN = (
 
 def find_pauses(tables: RunTables) -> list[Finding]:
     """Find a `main-thread-pause` of each training process, but not of ranks that only wait for another one's."""
-    findings = [finding for main in lifecycle_of(tables).mains for finding in _pauses(tables, main)]
-    return [finding for finding in findings if finding.locus.stage != "backward"] or findings
+    mains = lifecycle_of(tables).mains
+    findings = [finding for main in mains for finding in _pauses(tables, main)]
+    pauses = [finding for finding in findings if finding.locus.stage != "backward"] or findings
+    without_saves = any(finding.value_of("saving_count") for finding in pauses)
+    between = [f for main in mains for f in _between_epochs(tables, main, without_saves=without_saves)]
+    # Of several ranks, one works then and the others wait for it.
+    return [*pauses, *sorted(between, key=lambda finding: -(finding.value_of("pause_cpu_ratio") or 0.0))[:1]]
 
 
 def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
-    recompilations = _recompilations(tables, main)
-    steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
-    work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
-    steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
+    recompilations, (steps, work) = _recompilations(tables, main), _timed_steps(tables, main)
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return recompilations
     saves = _saves(tables, steps, work, main)
-    between = [] if saves else _between_epochs(tables, steps, work, main)
-    return [*recompilations, *(saves or _regular_pauses(tables, steps, work, main)), *between]
+    return [*recompilations, *(saves or _regular_pauses(tables, steps, work, main))]
+
+
+def _timed_steps(tables: RunTables, main: ProcessKey) -> tuple[pd.DataFrame, Floats]:
+    """Return the steps of a process after its first ones, and the time of each without its wait for data (ns)."""
+    steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
+    work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
+    return steps[np.isfinite(work)], work[np.isfinite(work)]
 
 
 def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
@@ -200,63 +208,77 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
     ]
 
 
-def _between_epochs(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
-    """Find the time from the last step or batch of an epoch to the begin of the next one of any loader.
+def _between_epochs(tables: RunTables, main: ProcessKey, *, without_saves: bool) -> list[Finding]:
+    """Find the time from the last step or batch of an epoch to the start of the next one of any loader.
 
-    The last batch may be at work for as long as a step usually is. The rest may be an evaluation without a
-    DataLoader, so it is information.
+    The last batch may be at work for as long as a step usually is, and the end of the epoch's workers has a cost of
+    its own; so have saves, if they are found. The rest may be an evaluation without a DataLoader, so it is
+    information.
     """
-    times = np.sort(np.concatenate([floats(written(tables, name, main), "time_ns") for name in ITERATIONS]))
-    ends = _epoch_begins(tables, main)
-    ends = ends[ends > times[0]]
-    begins, usual = times[np.searchsorted(times, ends, side="right") - 1], float(np.median(work))
-    lengths = np.maximum(ends - begins - usual, 0.0)
-    is_long = lengths >= (_LEAST_PAUSE * _most_time(lengths) if len(lengths) else 0.0)
+    steps, work = _timed_steps(tables, main)
+    times = [floats(written(tables, name, main), "time_ns") for name in ITERATIONS]
+    times.append(np.array([event["time_ns"] for event in tables.events_of("workers-ended", by=main)], dtype=float))
+    known = np.sort(np.concatenate(times))
+    ends = _epoch_starts(tables, main)
+    ends = ends[ends > known[:1].min(initial=np.inf)]
+    if len(steps) < _MIN_PAUSES / _MOST_PAUSES or not len(ends):
+        return []
+    begins, places = np.unique(known[np.searchsorted(known, ends, side="right") - 1], return_index=True)
+    ends, usual = ends[places], float(np.median(work))  # loaders that are iterated together start together
+    lengths = ends - begins - usual
+    saves = tables.events_of("checkpoint", by=main) if without_saves else []
+    stretches = pd.DataFrame({"time_ns": ends, "duration_ns": ends - begins})
+    lengths = np.maximum(lengths - (ns_in(saves, stretches) if saves else 0.0), 0.0)
+    is_long = lengths >= _LEAST_PAUSE * _most_time(lengths)
     begins, ends, lengths = begins[is_long], ends[is_long], lengths[is_long]
     seconds = float(lengths.sum()) / SECOND_NS
-    loss = Loss.of(tables, seconds, len(lengths), (times[0], times[-1]))
+    loss = Loss.of(tables, seconds, len(lengths), (known[0], known[-1]))
     if len(lengths) < _MIN_BETWEEN or loss.ratio < _LEAST_BETWEEN:
         return []
-    pause_seconds = median(lengths) / SECOND_NS
-    samples = sampled(tables, main)
-    cores = _cores_in(samples, begins, ends)
-    children = sampled_on(tables, main[0])
-    children = children[children["process_pid"].isin(living_children(tables, main[0], main[1]))]
-    children_ns = sum(cpu_spent_ns(children, begin, end) for begin, end in zip(begins, ends, strict=True))
+    pause_seconds, cores = median(lengths) / SECOND_NS, _cores_in(sampled(tables, main), begins, ends)
     waiting = ""
     if cores is not None and cores < _WAITING_RATIO:
-        what = ", while its child processes compute" if children_ns >= _WAITING_RATIO * lengths.sum() else ""
-        waiting = f"Its process waits then{what}. "
+        waits_for_children = _children_cores(tables, main, begins, ends) >= _WAITING_RATIO
+        waiting = f"Its process waits then{', while its child processes compute' if waits_for_children else ''}. "
     return [
         Finding(
             kind="main-thread-pause",
             severity="info",
             confidence=loss.confidence(_MIN_BETWEEN),
             summary=f"Between its epochs the training makes no step and takes no batch for "
-            f"{duration(pause_seconds)}, {count(len(lengths))} times. {waiting}{loss.words}",
+            f"{duration(pause_seconds)}, {count(len(lengths))} times. {waiting}That takes {duration(seconds)}, "
+            f"{percent(loss.ratio)} of the run.",
             locus=_locus(steps, main, "other"),
             since_step=step_at(tables, main, begins[0]),
             evidence=(
                 *loss.evidence(pause_seconds=pause_seconds, usual_step_seconds=usual / SECOND_NS),
-                *(measurements(len(samples), loss.window, pause_cpu_ratio=cores) if cores is not None else ()),
+                *(measurements(len(lengths), loss.window, pause_cpu_ratio=cores) if cores is not None else ()),
             ),
             advice=(Advice(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),),
         )
     ]
 
 
-def _epoch_begins(tables: RunTables, main: ProcessKey) -> Floats:
-    """Return when each epoch of any loader began (ns): its iterator, or without workers the wait for a batch."""
+def _children_cores(tables: RunTables, main: ProcessKey, begins: Floats, ends: Floats) -> float:
+    """Return the cores that the child processes of a training which load no batches used in these stretches."""
+    rows = sampled_on(tables, main[0])
+    rows = rows[rows["process_pid"].isin(living_children(tables, main[0], main[1]))]
+    spent_ns = sum(cpu_spent_ns(rows, begin, end) for begin, end in zip(begins, ends, strict=True))
+    return spent_ns / float((ends - begins).sum())
+
+
+def _epoch_starts(tables: RunTables, main: ProcessKey) -> Floats:
+    """Return when each epoch of any loader started (ns): its iterator, or without workers the wait for a batch."""
     batches = written(tables, "batch", main)
     firsts = batches[floats(batches, "index") == 0]
-    begun = {
+    starts = {
         (event["loader"], event["epoch"]): float(event["begun_ns"])
         for event in tables.events_of("epoch-start", by=main)
         if event.get("begun_ns") is not None
     }
     asked = floats(firsts, "time_ns") - floats(firsts, "wait_ns")
     epochs = zip(firsts["loader"], firsts["epoch"], asked, strict=True)
-    return np.sort(np.array([begun.get((loader, epoch), at) for loader, epoch, at in epochs], dtype=np.float64))
+    return np.sort(np.array([starts.get((loader, epoch), at) for loader, epoch, at in epochs], dtype=np.float64))
 
 
 def _cores_in(samples: pd.DataFrame, begins: Floats, ends: Floats) -> float | None:

@@ -129,7 +129,7 @@ def simulate(
     begin=START_SECONDS,
     startup=0.0,
     drawing=0.0,
-    gap=0.5,
+    gap=0.05,
     collate_share=0.1,
     shards=None,
     in_turn=False,

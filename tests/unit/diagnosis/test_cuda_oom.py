@@ -21,6 +21,7 @@ from tests.recorded_runs import (
     with_event,
     with_hidden_processes,
 )
+from training_harness.records import UNIT_BATCH
 
 #: Bytes of a process's context on a simulated device.
 CONTEXT = 256 * MIB
@@ -183,7 +184,7 @@ def test_first_evaluation_that_keeps_its_outputs_is_advised_to_let_go():
 
 
 def test_process_that_never_went_backward_needs_no_accumulation():
-    run = with_columns(recorded("out-of-memory"), "step", lambda _: {"backward_ns": np.nan})
+    run = with_columns(recorded("out-of-memory"), "step", lambda _: {"backward_ns": np.nan, "unit": UNIT_BATCH})
     assert post_mortem(run)[0].advice[-1].text.startswith("Make the batches of this evaluation")
 
 
@@ -292,7 +293,7 @@ def test_error_without_figures_has_those_of_the_allocator():
     assert figures["reserved_bytes"] == record["reserved_bytes"]
     assert figures["allocated_peak_bytes"] == record["allocated_peak_bytes"]
     assert found.limit is not None
-    assert "PyTorch's error has no figures; its allocator had reserved" in found.summary
+    assert "PyTorch's error has no figures. The allocator had reserved" in found.summary
 
 
 @pytest.mark.parametrize("caught", [True, None], ids=["went on", "ended well soon after it"])

@@ -26,7 +26,7 @@ def test_training_that_vanishes_amid_an_epoch_under_a_shell(shell, dataset_lengt
     for finding in found:
         assert "ended in the middle of an epoch without recording its end" in finding.summary
         assert finding.summary.endswith("The command went on, and ended with exit status 0.")
-        assert finding.advice[0].text.startswith("Begin the shell script with `set -eo pipefail`")
+        assert finding.advice[0].text.startswith("Begin the script with `#!/bin/bash` and `set -eo pipefail`")
 
 
 @pytest.mark.parametrize(("status", "told"), [(None, "no images in /data"), (3, "exit status 3")])

@@ -9,6 +9,7 @@ from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 GIB = 1024 * MIB
+COLLATE = "torch/utils/data/_utils/collate.py"
 TORCH_REFUSED = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate {} bytes. Error code 12 (Cannot allocate memory)"
@@ -154,11 +155,11 @@ def test_request_on_a_full_host_points_to_what_holds_the_memory():
             "End what has the file open for writing",
         ),
         ("RuntimeError", "each element in list of batch should be of equal size", "", "Give all samples one size"),
-        ("RuntimeError", "Trying to resize storage that is not resizable", "", "Give all samples one size"),
+        ("RuntimeError", "Trying to resize storage that is not resizable", COLLATE, "Give all samples one size"),
         (
             "RuntimeError",
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not support",
-            "",
+            COLLATE,
             "Return tensors without gradients",
         ),
         ("OSError", "[Errno 12] Cannot allocate memory", "self.pid = os.fork()", "Start processes before"),

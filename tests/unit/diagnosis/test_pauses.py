@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from loading_runs import STEADY, loading_findings
-from simulated_runs import MAIN, MIB, START_SECONDS, jittered, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_process, simulate, start_training
 
+from collector.diagnosis.stalls.main_thread_pause import find_pauses
 from training_harness.records import ROLE_MAIN, ROLE_OTHER
 
 
@@ -136,10 +137,10 @@ def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
 @pytest.mark.parametrize(
     ("workers", "cpu_ratio", "child_cores", "told"),
     [
-        (2, 0.02, 0.0, "3 times. Its process waits then. That costs 36 s"),
-        (2, 0.02, 0.9, "3 times. Its process waits then, while its child processes compute. That costs 36 s"),
-        (2, 1.0, 0.0, "3 times. That costs 36 s"),
-        (0, 1.0, 0.0, "3 times. That costs 36 s"),
+        (2, 0.02, 0.0, "3 times. Its process waits then. That takes 36 s"),
+        (2, 0.02, 0.9, "3 times. Its process waits then, while its child processes compute. That takes 36 s"),
+        (2, 1.0, 0.0, "3 times. That takes 36 s"),
+        (0, 1.0, 0.0, "3 times. That takes 36 s"),
     ],
 )
 def test_time_between_epochs_in_which_the_script_does_something_else_is_information(
@@ -178,3 +179,52 @@ def test_work_on_the_last_batch_is_no_time_between_epochs():
     for part in script.parts["step"]:
         part["time_ns"] += 1000
     assert "main-thread-pause" not in loading_findings(script)[1]
+
+
+def script_with_gaps(seconds, *, epochs=4, **more):
+    """A training with epochs of 500 batches, and some seconds between them."""
+    run = STEADY | {"service": jittered(0.005), "batches": 500, "epochs": epochs, "gap": seconds}
+    return simulate(**run | more)
+
+
+def between_epochs(script):
+    return [pause for pause in find_pauses(script.tables()) if pause.summary.startswith("Between")]
+
+
+def test_loaders_that_are_iterated_together_have_one_time_between_epochs():
+    script = script_with_gaps(12.0, script=script_with_gaps(12.0), loader=1)
+    (pause,) = between_epochs(script)
+    assert pause.value_of("lost_seconds") == pytest.approx(36.0, rel=0.05)
+
+
+def test_ranks_that_wait_for_each_other_between_epochs_are_one_finding():
+    script, other = script_with_gaps(12.0, rank=0), (MAIN[0], 200, 5200)
+    script_with_gaps(12.0, script=start_training(script, key=other, rank=1), rank=1, key=other)
+    seconds = np.arange(START_SECONDS, script.now_seconds)
+    held = np.full(len(seconds), 300 * MIB)
+    for rank, (key, cores) in enumerate(((MAIN, 0.0), (other, 1.0))):
+        used = cores * 1e9 * (seconds - seconds[0])
+        sample_process(script, seconds, key, ROLE_MAIN, private=held, rss=held, cpu_ns=used, rank=rank)
+    (pause,) = between_epochs(script)
+    assert pause.locus.rank == 1
+
+
+def test_the_end_of_workers_is_no_time_between_epochs():
+    script = script_with_gaps(12.0)
+    for event in [event for event in script.events if event["kind"] == "epoch-start" and event["epoch"]]:
+        begun = event["begun_ns"] / 1e9
+        script.event(begun - 0.1, "workers-ended", loader=0, begun_ns=ns(begun - 11.9))
+    assert between_epochs(script) == []
+
+
+def test_saves_between_epochs_leave_the_rest_of_that_time():
+    script = script_with_gaps(12.0, epochs=6)
+    for epoch in script.parts["step"][1:]:
+        epoch.loc[epoch.index[0], "duration_ns"] += 12e9
+    starts = [event for event in script.events if event["kind"] == "epoch-start" and event["epoch"]]
+    for start in starts:
+        seconds = start["begun_ns"] / 1e9
+        script.event(seconds - 7.0, "checkpoint", begun_ns=ns(seconds - 11.0))
+    (pause,), saves = between_epochs(script), find_pauses(script.tables())[0]
+    assert saves.value_of("lost_seconds") == pytest.approx(5 * 4.0, rel=0.05)
+    assert pause.value_of("lost_seconds") == pytest.approx(5 * 8.0, rel=0.05)

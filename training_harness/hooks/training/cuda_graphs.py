@@ -35,7 +35,7 @@ def install(step_hook: StepHook) -> Hook:
         @functools.wraps(original)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
             captured, step_hook.captured = step_hook.captured, None
-            if captured:
+            if captured is not None:
                 hook.attempt(optimizers_of.__setitem__, graph, list(captured.values()))
             return original(graph, *args, **kwargs)
 
