@@ -415,6 +415,16 @@ def test_fatal_oom_without_observers_is_on_the_device_of_its_message(out_of_memo
     assert reported["device"] == device
 
 
+def test_an_odd_error_of_the_script_reaches_its_own_excepthook(out_of_memory, monkeypatch):
+    own_cause, unprintable, seen = ValueError(), type("Unprintable", (Exception,), {"__str__": None})(), []
+    own_cause.__cause__ = own_cause
+    monkeypatch.setattr(sys, "excepthook", lambda *args: seen.append(args[1]))
+    out_of_memory.hook.cuda_is_ready()
+    for error in (own_cause, unprintable):
+        sys.excepthook(type(error), error, None)
+    assert (seen, out_of_memory.events("cuda-oom")) == ([own_cause, unprintable], [])
+
+
 def test_error_raised_from_an_oom_is_fatal_with_the_message_of_the_oom(out_of_memory):
     out_of_memory.hook.cuda_is_ready()
     out_of_memory.observers[0](0, ASKED, LIMIT, FREE)

@@ -157,7 +157,7 @@ class OomHook(Hook):
 
     def _excepthook(self, previous: Any) -> Any:
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            cause = _out_of_memory_behind(error)
+            cause = self.attempt(_out_of_memory_behind, error)
             # Without one, another error ended the training, perhaps a consequence of the one that it caught.
             self._guarded_report(caught=None if cause is None else False, error=cause)
             previous(kind, error, trace)
@@ -166,7 +166,7 @@ class OomHook(Hook):
 
     def _thread_excepthook(self, previous: Any) -> Any:
         def excepthook(args: threading.ExceptHookArgs) -> None:
-            cause = None if args.exc_value is None else _out_of_memory_behind(args.exc_value)
+            cause = self.attempt(_out_of_memory_behind, args.exc_value)
             if cause is not None and args.thread is not None:
                 is_training = args.thread.ident == self._progress.thread
                 self._guarded_report(caught=False if is_training else None, error=cause, thread=args.thread.name)
@@ -201,12 +201,15 @@ def _device_of(message: str) -> int | None:
     return number_in_run(int(named[1])) if named else None
 
 
-def _out_of_memory_behind(error: BaseException) -> BaseException | None:
+def _out_of_memory_behind(error: BaseException | None) -> BaseException | None:
     """Return the error, or the one that it was raised from, if CUDA's memory ran out."""
-    cause: BaseException | None = error
-    while cause is not None and not is_out_of_memory(cause):
-        cause = cause.__cause__
-    return cause
+    seen: list[BaseException] = []  # `raise error from error` makes an error its own cause
+    while error is not None and not any(error is each for each in seen):
+        if is_out_of_memory(error):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
