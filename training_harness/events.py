@@ -138,11 +138,7 @@ EVENTS: dict[EventKind, Event] = {
         _LOST,
         Field("detached", "bool", "true: the process goes on"),
     ),
-    "exception": _event(
-        _ATTACHED,
-        "an exception that was not caught",
-        *_RAISED,
-    ),
+    "exception": _event(_ATTACHED, "an exception that was not caught", *_RAISED),
     "thread-exception": _event(
         _ATTACHED,
         "an exception ended one of its threads, and the process goes on",

@@ -17,9 +17,8 @@ from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
 from training_harness.redaction import redact
 
 #: Reasons for absent hooks, in the order in which they are checked.
-NO_PYTHON, NAMESPACE, NO_RUN, OTHER_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, PYTHONPATH = (
+NO_PYTHON, NO_RUN, OTHER_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, PYTHONPATH, NAMESPACE = (
     "no Python",
-    "PID namespace",
     "environment cleared",
     "another run",
     "disabled",
@@ -27,6 +26,7 @@ NO_PYTHON, NAMESPACE, NO_RUN, OTHER_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, P
     "-I",
     "-E",
     "PYTHONPATH replaced",
+    "PID namespace",
 )
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
 _SHIM = os.path.join("training_harness", "bootstrap")
@@ -62,12 +62,13 @@ def read_program(proc: str, pid: int, run_dir: str | None = None) -> Program | N
     is_python = any(_PYTHON.fullmatch(name) for name in names)
     # Any argument of another program may be a secret.
     words = redact(argv) if is_python else [os.path.basename(argv[0])]
-    is_inside = procfs.namespaces_count(proc, pid) > procfs.namespaces_count(proc, os.getpid())
-    reason = obstacle(argv, environ, run_dir) or (NAMESPACE if is_inside else None)
+    reason = obstacle(argv, environ, run_dir) if is_python else NO_PYTHON
+    if reason is None and procfs.namespaces_count(proc, pid) > procfs.namespaces_count(proc, os.getpid()):
+        reason = NAMESPACE
     return Program(
         argv=tuple(word[:_CHARACTERS_AT_MOST] for word in words[:_ARGUMENTS_AT_MOST]),
         is_python=is_python,
-        obstacle=reason if is_python else NO_PYTHON,
+        obstacle=reason,
     )
 
 

@@ -139,10 +139,8 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
         if trend is None or not confirmed:
             return []
         return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
-    if (
-        share_of(rank.seconds, step_peak_of(tables, rank).values, trend) >= CONFIRMED
-    ):  # steps need it: their batches grow
-        return []
+    if share_of(rank.seconds, step_peak_of(tables, rank).values, trend) >= CONFIRMED:
+        return []  # steps need it: their batches grow
     if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
         return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]
     holes = {"inactive_split_rise_bytes": (rank.seconds, split)}

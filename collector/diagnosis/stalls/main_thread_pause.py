@@ -80,7 +80,7 @@ def find_pauses(tables: RunTables) -> list[Finding]:
     pauses = [finding for finding in findings if finding.locus.stage != "backward"] or findings
     without_saves = any(finding.value_of("saving_count") for finding in pauses)
     between = [f for main in mains for f in _between_epochs(tables, main, without_saves=without_saves)]
-    # Of several ranks, one works then and the others wait for it.
+    # One rank works then, and the others wait for it.
     return [*pauses, *sorted(between, key=lambda finding: -(finding.value_of("pause_cpu_ratio") or 0.0))[:1]]
 
 
