@@ -30,7 +30,6 @@ from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE
 
 Status = Literal["running", "finished", "failed", "killed"]
 _SHELL_SIGNAL_BASE = 128
-_SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "ash")
 _PROGRAM_CHARACTERS = 60
 _LAST_SIGNAL = 64
 _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
@@ -250,11 +249,12 @@ class Lifecycle:
         return {key: parents[key[0], pid] for key, pid in starts if pid and (key[0], pid) in parents}
 
     def is_under_shell(self, key: ProcessKey) -> bool:
-        """Return whether a shell started a training process."""
+        """Return whether a shell started a training process, or another program that is not Python: timeout, make."""
         starts = self.tables.events_of("process-start", by=key)
         parents = {(key[0], whole(event.get("parent_pid"))) for event in starts}
-        programs = (program for parent, program in self.programs.items() if parent[:2] in parents)
-        return any(program.split()[0].lstrip("-") in _SHELLS for program in programs)
+        seen = self.tables.events_of("process-seen")
+        others = (key_of(event, "process_") for event in seen if event.get("is_python") is False)
+        return any(other is not None and other[:2] in parents for other in others)
 
     @cached_property
     def exceptions_above(self) -> dict[ProcessKey, Mapping[str, Any]]:

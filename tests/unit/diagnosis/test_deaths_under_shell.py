@@ -8,16 +8,24 @@ from collector.diagnosis.verdict import diagnose
 
 
 @pytest.mark.parametrize(
-    ("shell", "dataset_length", "is_found"),
-    [("bash", 4000, True), ("sweep.py", 4000, False), ("bash", 480, False), ("bash", None, False)],
+    ("parent", "dataset_length", "is_found"),
+    [
+        ("bash", 4000, True),
+        ("timeout", 4000, True),
+        ("python3", 4000, False),
+        ("bash", 480, False),
+        ("bash", None, False),
+    ],
 )
-def test_training_that_vanishes_amid_an_epoch_under_a_shell(shell, dataset_length, is_found):
+def test_training_that_vanishes_amid_an_epoch_under_a_shell(parent, dataset_length, is_found):
     """The status of a pipeline is that of its last program, also where a signal ended the training before."""
     script = end_run(end_workers(training(), reason="parent-gone"), 0)
     script.manifest["command"]["pid"] = 99
     start = next(event for event in script.events if event["kind"] == "process-start")
     start["parent_pid"] = 99
-    script.event(START_SECONDS, "process-seen", process_pid=99, process_start_ticks=9, argv=[f"/usr/bin/{shell}"])
+    is_python = parent == "python3"
+    seen = {"argv": [f"/usr/bin/{parent}"], "is_python": is_python, "process_pid": 99, "process_start_ticks": 9}
+    script.event(START_SECONDS, "process-seen", **seen)
     for event in script.events:
         if event["kind"] == "loader":
             event |= {"dataset_length": dataset_length, "batch_size": 8}
