@@ -38,6 +38,7 @@ LABELS = {
     "straggler_ratio": "batches that straggle",
     "straggler_wait_ratio": "starved time at stragglers",
     "straggler_batches": "slowest batches",
+    "slow_spells": "slow spells",
     "made_before_asked_ratio": "batches made before the loop needed them",
     "sampler_start_seconds": "time until the sampler's first index",
     "first_batch_excess_seconds": "first batch of an epoch, beyond the others",

@@ -111,9 +111,9 @@ class WorkerLimit:
         return "your settings" if self.by == "affinity" else _FAULTS.get(self.waits_for or "")
 
 
-def worker_limit(loop: Loop, worker: int | None = None) -> WorkerLimit:
-    """Return what limits the steady fetches of a loop, or of one of its workers."""
-    rows = steady_fetches(loop)
+def worker_limit(loop: Loop, worker: int | None = None, *, fetches: pd.DataFrame | None = None) -> WorkerLimit:
+    """Return what limits the steady fetches of a loop, or of one of its workers, or some of these `fetches`."""
+    rows = steady_fetches(loop) if fetches is None else fetches
     if worker is not None:
         rows = rows[rows["worker"] == worker]
     cores = usable_cores(loop.tables, loop.main[0])

@@ -249,7 +249,7 @@ class Lifecycle:
         return {key: parents[key[0], pid] for key, pid in starts if pid and (key[0], pid) in parents}
 
     def is_under_shell(self, key: ProcessKey) -> bool:
-        """Return whether a shell started a training process, or another program that is not Python: timeout, make."""
+        """Return whether a shell started a training process, or another program without Python, such as timeout."""
         starts = self.tables.events_of("process-start", by=key)
         parents = {(key[0], whole(event.get("parent_pid"))) for event in starts}
         seen = self.tables.events_of("process-seen")

@@ -52,6 +52,20 @@ _WAITS_IN_COMMON = {
     "lock": "workers that wait for one lock only wait longer if there are more of them",
     "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
 }
+#: What to find out where all workers wait at the same times, by what they wait for.
+_STOPS = {
+    "storage": "what the disk or file server is busy with at these times (`iostat -x 1`, `nfsiostat 1`)",
+    "network": "what the server that they read from, or the network, is busy with at these times",
+    "lock": "who holds the lock at these times",
+    "sleep": "why all workers sleep at these times: a rate limit, or retries after errors of a server",
+    "pipe": "why what fills the pipe stops at these times",
+    "child": "what the child processes wait for at these times",
+    "service": "why the process or service that they ask does not answer at these times",
+}
+_STOPS_ANYWHERE = (
+    "what stops at these times: the disk or file server (`iostat -x 1`), a database, the network, or the cores "
+    "that another program takes (`top`)"
+)
 _LESS_WAITING_FOR_ANYTHING = "Find what a fetch waits for with `tidegauge stacks`, and shorten it"
 
 
@@ -108,6 +122,15 @@ def advise_stragglers(case: LoadingCase) -> tuple[Advice, ...]:
         effect="changes results",
     )
     return _by_replay(case, forecast(case.loop), (alike,))
+
+
+def advise_spells(case: LoadingCase, limit: WorkerLimit) -> tuple[Advice, ...]:
+    """Return advice for workers that are all slow at the same times, by what they wait for then."""
+    expected = f"up to {percent(case.steady.tail_wait_ratio)} of the waiting disappears"
+    if limit.by in ("oversubscribed", "affinity"):
+        return _advise_cores(case, limit, cores_per_rank(case.loop.tables, case.loop.main[0]))
+    what = _STOPS.get(limit.waits_for or "", _STOPS_ANYWHERE)
+    return _by_replay(case, forecast(case.loop), (Advice(text=f"Find out {what}", expected=expected),))
 
 
 def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:

@@ -31,7 +31,7 @@ from collector.diagnosis.stalls.epoch_start import (
 )
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
-from collector.diagnosis.stalls.uneven_pace import too_slow_at_times
+from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding
 from collector.units import duration, percent
@@ -153,7 +153,7 @@ def _starving(case: LoadingCase) -> list[Finding]:
         is_collate = _is_collate_bound(loop, steady)
         return [catalogue.collate_bound(case) if is_collate else catalogue.workers_too_slow(case)]
     if steady.tail_ratio <= catalogue.MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
-        return [catalogue.straggler_samples(case)]
+        return [slow_in_spells(case) or catalogue.straggler_samples(case)]
     if finding := too_slow_at_times(case):
         return [finding]
     missing = (

@@ -120,6 +120,8 @@ def _from_its_begin(trend: Growth, times: Floats, values: Floats, steps: Floats 
     at, envelope = lower_envelope(times[begin:], levels[begin:], blocks)
     # The envelope reaches from the middle of the first block to that of the last.
     rise = float((envelope[-1] - envelope[0]) * (times[-1] - times[begin]) / (at[-1] - at[0]))
+    if rise < trend.rise / 2:  # more was given back before the growth than noise explains
+        return trend
     return dataclasses.replace(trend, since_seconds=float(times[begin]), rise=rise, n=len(times) - begin)
 
 

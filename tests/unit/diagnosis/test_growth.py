@@ -190,3 +190,14 @@ def test_growth_while_the_steps_stand_still_is_none_per_step():
     with np.errstate(all="raise"):
         found = growth(np.arange(60.0), np.where(np.arange(60) < 30, 0.0, 5.0), negligible=1, steps=steps_done)
     assert found is None
+
+
+def test_growth_after_memory_was_given_back_counts_from_the_low():
+    """A program that ends frees its memory, and another one then takes more and more."""
+    times, found = np.arange(130.0), []
+    for seed in range(20):
+        noise = np.random.default_rng(seed).normal(0, 30, 130)
+        values = 400 * np.maximum(1 - times / 30, 0) + 2 * np.maximum(times - 60, 0) + noise
+        found.append(growth(times, values, negligible=32.0))
+    assert any(found)
+    assert all(trend is None or trend.rise > 0 for trend in found)

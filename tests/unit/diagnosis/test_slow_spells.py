@@ -1,0 +1,56 @@
+"""Batches that are slow together in time, on simulated runs: the samples' own fault, or that of the time."""
+
+import pytest
+from loading_runs import STEADY, loading_findings
+from simulated_runs import simulate
+
+EPOCHS, BATCHES = 3, 300
+
+
+def slow_at(begins):
+    """Return service times that are slow for 12 batches of each epoch; they begin at these indices."""
+    epochs = {}
+
+    def service(generator, worker, index):
+        epoch = epochs[index] = epochs.get(index, -1) + 1
+        is_slow = begins[epoch] <= index < begins[epoch] + 12
+        return (1.5 if is_slow else 0.02) * generator.uniform(0.9, 1.1)
+
+    return service
+
+
+def findings(begins, **settings):
+    run = STEADY | {"service": slow_at(begins), "batches": BATCHES, "epochs": EPOCHS}
+    return loading_findings(simulate(**run, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "begins"),
+    [
+        ({"sampler": "RandomSampler"}, (100, 100, 100)),
+        ({"iterable": True}, (100, 100, 100)),
+        ({"sampler": "SequentialSampler"}, (60, 120, 240)),
+    ],
+    ids=["shuffled", "shards", "other data in each epoch"],
+)
+def test_workers_that_are_slow_at_the_same_times_are_no_slow_samples(settings, begins):
+    kinds, found = findings(begins, **settings)
+    assert kinds == [("workers-too-slow", "warning")]
+    finding = found["workers-too-slow"]
+    assert "all of them are slow at the same times: in 3 spells of about" in finding.summary
+    assert [str(one.value).count("-") for one in finding.evidence if one.name == "slow_spells"] == [3]
+    assert finding.advice[0].text.startswith("Find out what stops at these times")
+
+
+def test_the_same_slow_data_in_each_epoch_is_slow_samples():
+    assert findings((100, 100, 100), sampler="SequentialSampler")[0] == [("straggler-samples", "warning")]
+
+
+def test_slow_samples_that_come_alone_are_stragglers():
+    run = STEADY | {"batches": 900}
+
+    def service(generator, worker, index):
+        return (1.5 if index % 25 == 7 else 0.02) * generator.uniform(0.9, 1.1)
+
+    kinds, _ = loading_findings(simulate(**run | {"service": service}, sampler="RandomSampler"))
+    assert kinds == [("straggler-samples", "warning")]
