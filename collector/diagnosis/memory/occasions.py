@@ -41,8 +41,8 @@ _ADVICE = {
     "of saved states, a background writer that never ends",
     "evaluation": "Look for what each evaluation leaves behind: outputs or losses kept with their graph (use "
     "torch.no_grad() and .item()), metrics without a reset, a new DataLoader with persistent workers",
-    "start of an epoch": "Look for what each epoch leaves behind: histories of outputs, an iterator or a "
-    "DataLoader that is made anew and kept, callbacks that are added again",
+    "start of an epoch": "Look for what each epoch leaves behind: histories of outputs, an iterator, a "
+    "DataLoader or a model that is made anew and kept, callbacks that are added again",
 }
 
 

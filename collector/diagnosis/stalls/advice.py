@@ -52,7 +52,7 @@ _WAITS_IN_COMMON = {
     "lock": "workers that wait for one lock only wait longer if there are more of them",
     "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
 }
-#: What to find out where all workers wait at the same times, by what they wait for.
+#: Questions to ask where all workers wait at the same times, by what they wait for.
 _STOPS = {
     "storage": "what the disk or file server is busy with at these times (`iostat -x 1`, `nfsiostat 1`)",
     "network": "what the server that they read from, or the network, is busy with at these times",
