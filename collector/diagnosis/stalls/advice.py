@@ -129,8 +129,12 @@ def advise_spells(case: LoadingCase, limit: WorkerLimit) -> tuple[Advice, ...]:
     expected = f"up to {percent(case.steady.tail_wait_ratio)} of the waiting disappears"
     if limit.by in ("oversubscribed", "affinity"):
         return _advise_cores(case, limit, cores_per_rank(case.loop.tables, case.loop.main[0]))
-    what = _STOPS.get(limit.waits_for or "", _STOPS_ANYWHERE)
-    return _by_replay(case, forecast(case.loop), (Advice(text=f"Find out {what}", expected=expected),))
+    find_out = Advice(text=f"Find out {_STOPS.get(limit.waits_for or '', _STOPS_ANYWHERE)}", expected=expected)
+    outlook = forecast(case.loop)
+    if not isinstance(outlook, Forecast) or outlook.best is None:
+        return (find_out,)
+    outlasts = outlook.best.low > outlook.measured.batches_per_second  # batches made ahead, the spells
+    return _by_replay(case, outlook, (find_out,)) if outlasts else (find_out,)
 
 
 def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:

@@ -90,7 +90,7 @@ def _spells(fetches: pd.DataFrame) -> list[tuple[float, float]]:
         return []
     begins, ends = floats(fetches, "begin_ns")[slow], floats(fetches, "time_ns")[slow]
     ends = np.maximum.accumulate(ends)
-    new = np.flatnonzero(begins[1:] > ends[:-1]) + 1
+    new = np.flatnonzero(begins[1:] > ends[:-1] + np.median(floats(fetches, "fetch_ns")[slow])) + 1
     edges = [0, *new, count]
     return [(float(begins[a]), float(ends[b - 1])) for a, b in pairwise(edges)]
 
