@@ -63,6 +63,8 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
         _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=moment.has_loader),
     ]
     yield Metrics(items=items)
+    if moment.verdict and (start := report.start_words(moment.verdict)):
+        yield Note(f"Start: {start}.", icon=":material/timer:")
     if slowdown := _slowdown(moment):
         words = report.slower_words(slowdown)
         yield Note(f"The steps became slower: {words}.", icon=":material/trending_down:")

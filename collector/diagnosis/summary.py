@@ -29,7 +29,7 @@ from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, once, step_units
 from collector.diagnosis.statistics.growth import Floats
-from collector.diagnosis.throughput import Slowdown, slowdown
+from collector.diagnosis.throughput import Slowdown, Start, slowdown, start
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
 from collector.store import queries
 from collector.units import is_known
@@ -119,6 +119,7 @@ class Summary(TypedDict):
     """The main figures of a run, as the report has them."""
 
     peak: Peaks
+    start: Start | None
     throughput: Throughput
     data_wait_ratio: float | None
     outside_step: OutsideStep | None
@@ -135,6 +136,7 @@ def summarise(tables: RunTables, status: Status) -> Summary:
     last_held = (state["held_bytes"] for state in last_minute if state["pss_bytes"] is not None)
     return {
         "peak": _peaks(tables, last_held),
+        "start": start(tables),
         "throughput": _throughput(tables),
         "data_wait_ratio": data_wait_ratio(tables),
         "outside_step": outside_step(tables),

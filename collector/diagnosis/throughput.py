@@ -1,4 +1,4 @@
-"""The pace of a run: against that of another run, and at its end against its beginning."""
+"""The pace of a run: its start, its end against its beginning, and against another run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.core_waits import queued_ratio
-from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, finite, floats, median
+from collector.diagnosis.loading.worker_limit import cores_used
+from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, finite, floats, median, origin_ns
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -43,6 +44,35 @@ class ThroughputRatio:
     high: float | None = None
     n: int | None = None
     reason: str = ""
+
+
+class Start(TypedDict):
+    """The time from the start of the command to the end of its first step, or first batch without steps.
+
+    `cores_used` is the number of cores that the run's processes used meanwhile, None if too few samples show it.
+    """
+
+    seconds: float
+    cores_used: float | None
+
+
+def start(tables: RunTables) -> Start | None:
+    """Return how long the run took until its first step; None without steps, or without a command of its own."""
+    life, firsts = lifecycle_of(tables), (_first_ns(tables, name) for name in ("step", "batch"))
+    first_ns = next(filter(None, firsts), None)
+    if first_ns is None or life.command is None or life.watched:
+        return None
+    begin_ns = origin_ns(tables)
+    hosts = sorted(set(tables.stream("process")["host"]))
+    used = [cores_used(tables, host, begin_ns, first_ns) for host in hosts]
+    return {"seconds": (first_ns - begin_ns) / SECOND_NS, "cores_used": sum(used) if any(used) else None}
+
+
+def _first_ns(tables: RunTables, name: str) -> float | None:
+    """Return the time of the first row of a stream, also if the tables hold only later ones; None without rows."""
+    if name in tables.totals:
+        return tables.totals[name].first_ns
+    return next(iter(floats(tables.stream(name), "time_ns")), None)
 
 
 class Slowdown(TypedDict):

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         slower_words,
         stake,
         stall,
+        start_words,
         subject,
         title,
         unexplained_end,
@@ -80,7 +81,7 @@ _NAMES = {
     "stack_listing": "frame_text heading",
     "wording": "ago bytes_growth check_words context count_growth decisive earlier_workers eta evidence_rows "
     "exit_record exit_words finding_heading grouped line_words locus part samples scope_words since site_words "
-    "slower_words stake stall subject title unexplained_end",
+    "slower_words stake stall start_words subject title unexplained_end",
 }
 
 

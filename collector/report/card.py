@@ -45,8 +45,6 @@ _LAST_PROCESSES = 5
 _QUOTED_RATIO = 0.6
 #: Most warnings in the card that are more than a heading; only the first one has its figures and all of its advice.
 _EXPLAINED = 3
-#: Units of a step that are named as such; all others are steps.
-_NAMED_UNITS = ("forward pass", "batch")
 #: Share of step time outside the step from which a run is not called healthy.
 _MAINLY_OUTSIDE_RATIO = 0.5
 _STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
@@ -120,7 +118,7 @@ def headline(verdict: Verdict) -> Text:
         status.append(f", {wording.exit_words(verdict.exit_status)}", style="default")
     parts = [duration(verdict.duration_seconds)]
     if _has_trained(verdict):
-        unit = verdict.step_unit if verdict.step_unit in _NAMED_UNITS else "step"
+        unit = wording.step_word(verdict)
         parts.append(f"{counted(verdict.steps, unit)}{', no optimizer' if unit == 'batch' else ''}")
         reporting, workers = verdict.workers_reporting
         parts += [f"{reporting} of {workers} workers"] if workers else []
@@ -134,6 +132,8 @@ def figures(verdict: Verdict) -> list[tuple[str, str]]:
     peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
     pairs: list[tuple[str, str]] = []
     if _has_trained(verdict):
+        if start := wording.start_words(verdict):
+            pairs.append(("start", start))
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))

@@ -13,10 +13,14 @@ from collector.report import labels
 from collector.units import MISSING, after_steps, counted, duration, number, percent, quantity, size, until
 
 if TYPE_CHECKING:
-    from collector.diagnosis import Check, ExitRecord, Slowdown
+    from collector.diagnosis import Check, ExitRecord, Slowdown, Verdict
     from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
 
+#: Units of a step that are named as such; all others are steps.
+_NAMED_UNITS = ("forward pass", "batch")
+#: Time until the first step that is worth a sentence, in seconds and as a share of the run.
+_LONG_START_SECONDS, _LONG_START_RATIO = 15.0, 0.2
 #: Share of the run's time below which a heading does not mention it.
 _LEAST_LOST_RATIO = 0.01
 #: Number of measurements that are shown at once; the others are a click, or `--verbose`, away.
@@ -120,6 +124,21 @@ def stall(exposed: WaitSummary) -> str:
         return words
     ratio, name = min(left, key=lambda pair: pair[0])
     return f"{words}; without {subject(name)}, training would still wait {percent(ratio)} of its time"
+
+
+def step_word(verdict: Verdict) -> str:
+    """Return what ends a step of a run, in words: `step`, `batch` or `forward pass`."""
+    return verdict.step_unit if verdict.step_unit in _NAMED_UNITS else "step"
+
+
+def start_words(verdict: Verdict) -> str:
+    """Return how long the run took until its first step; empty if that is a small part of it, or not known."""
+    start, took = verdict.summary["start"], verdict.duration_seconds
+    if start is None or not took or start["seconds"] < max(_LONG_START_SECONDS, _LONG_START_RATIO * took):
+        return ""
+    in_use = "" if start["cores_used"] is None else f", with {number(round(start['cores_used'], 2))} cores in use"
+    share = percent(min(start["seconds"] / took, 1.0))
+    return f"{duration(start['seconds'])} until the first {step_word(verdict)}, {share} of the run{in_use}"
 
 
 def slower_words(slowdown: Slowdown) -> str:

@@ -272,3 +272,18 @@ def test_a_run_too_short_to_sample_its_workers_is_not_said_to_have_none():
     (check,) = [one for one in diagnose(run.tables()).checks if one.name == "workers' memory"]
     assert check.status == "not judged"
     assert "no workers" not in check.reason
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_time_until_the_first_step_is_that_of_a_command(is_watched):
+    run = {"workers": 0, "prefetch": 2, "service": jittered(0.01), "consumer": jittered(0.02), "batches": 20}
+    script = simulate(**run, begin=START_SECONDS + 30.0)
+    seconds = START_SECONDS + np.arange(40.0)
+    held = np.full(40, 1e9)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=0.5e9 * np.arange(40.0))
+    script.manifest |= {"command": {"host": MAIN[0], "pid": MAIN[1], "start_ticks": MAIN[2]}, "watched": is_watched}
+    start = diagnose(finish(script).tables()).summary["start"]
+    if is_watched:
+        assert start is None
+    else:
+        assert start == {"seconds": pytest.approx(31.0, abs=0.3), "cores_used": pytest.approx(0.5, abs=0.02)}

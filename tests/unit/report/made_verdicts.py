@@ -102,6 +102,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
         "workers_reporting": (4, 4),
         "summary": {
             "peak": {"run_pss_bytes": 1.9 * GIB, "device_reserved_bytes": None},
+            "start": None,
             "throughput": {"steps_per_second": 19.6, "samples_per_second": None, "slowdown": None},
             "data_wait_ratio": 0.31,
             "exposed_stall": [STALL],

@@ -167,6 +167,24 @@ def test_card_without_a_dataloader_shows_time_outside_the_step():
     assert "Most of the time passes outside the step" in text
 
 
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (
+            {"seconds": 20.0, "cores_used": 0.35},
+            "start 20 s until the first step, 33% of the run, with 0.35 cores in use",
+        ),
+        ({"seconds": 20.0, "cores_used": None}, "start 20 s until the first step, 33% of the run "),
+        ({"seconds": 9.0, "cores_used": 1.0}, ""),
+        (None, ""),
+    ],
+)
+def test_card_shows_a_long_time_until_the_first_step(start, words):
+    text = " ".join(card(verdict(summary=verdict().summary | {"start": start})).split())
+    assert words in text
+    assert ("until the first step" in text) == bool(words)
+
+
 def test_card_of_steps_that_became_slower_says_so_and_has_no_all_clear():
     slowdown = {"first_seconds": 0.03, "last_seconds": 0.09, "phase": "backward", "phase_growth_seconds": 0.05}
     summary = verdict().summary
@@ -206,6 +224,7 @@ def test_card_without_training_claims_neither_health_nor_speed():
 def test_unknown_values_are_a_dash_not_zero():
     unknown = {
         "peak": {"run_pss_bytes": None, "device_reserved_bytes": None},
+        "start": None,
         "throughput": {"steps_per_second": None, "samples_per_second": None, "slowdown": None},
         "data_wait_ratio": None,
         "exposed_stall": [],
