@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_LEAK
+from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_HANG, FIX_LEAK, KILLED, WORKER_KILLED
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding
@@ -39,7 +39,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     stay. So does /dev/shm that no process is seen to map, where workers of kept iterators live: a forked worker
     holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information, and so
     does a rank that is late by its pauses. Unused memory in the segments of tensors that are kept becomes
-    information, too. A loader with a worker that hangs is not healthy.
+    information, too. A loader with a worker that hangs is not healthy. A training that hung until someone ended it
+    ended since it hung.
     """
     if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
         return None
@@ -63,10 +64,18 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if finding.kind == "rank-straggler" and _is_late_by_pauses(findings, finding):
         told = f"{finding.summary} It is late by its pauses: fix main-thread-pause first."
         return replace(finding, severity="info", summary=told, consequence_of="main-thread-pause")
+    if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
+        return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
     if _ends_with_optimizers(findings, finding):
         told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
         return replace(finding, severity="info", summary=told)
     return finding
+
+
+def _hung(findings: list[Finding], end: Finding) -> bool:
+    """Return whether a process hung, or may have, where a signal or `timeout` ended the training."""
+    is_of_training = end.locus.role == "main"
+    return is_of_training and any((one.kind, one.locus.host) == ("hang", end.locus.host) for one in findings)
 
 
 def _hangs_for(hang: Finding, healthy: Finding) -> bool:
@@ -163,12 +172,12 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
 def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked.
 
-    Where the exception came from a worker, the memory was refused to that.
+    A kill by an unknown sender may be one. Where the exception came from a worker, the memory was refused to that.
     """
     if death.kind == "cuda-oom":
         return _with_fix_of_library(death, findings)
     is_refused = _is_refused(death)
-    if death.kind != "host-oom-kill" and not is_refused:
+    if death.kind != "host-oom-kill" and not is_refused and not _is_unexplained_kill(death):
         return death
     at, process = death.locus, "this process"
     places = {replace(at, worker=worker, pid=at.pid if at.role == "main" else None) for worker in (at.worker, None)}
@@ -199,6 +208,12 @@ def _with_fix_of_library(death: Finding, findings: list[Finding]) -> Finding:
             text = f"Fix {leak.kind} first: memory outside PyTorch grew by {size(rise)} until the error"
             return replace(death, fault=leak.fault, advice=(replace(FIX_LEAK, text=text), *death.advice))
     return death
+
+
+def _is_unexplained_kill(death: Finding) -> bool:
+    """Return whether an unknown sender killed a process: a memory guard does so to one that grows."""
+    texts = [advice.text for usual in (KILLED, WORKER_KILLED) for advice in usual.advice]
+    return death.severity == "critical" and any(advice.text in texts for advice in death.advice)
 
 
 def _is_refused(death: Finding) -> bool:

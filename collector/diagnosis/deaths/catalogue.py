@@ -69,6 +69,10 @@ class Death:
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 #: Advice on a process that the kernel killed for lack of memory, if it leaked.
 FIX_LEAK = Advice(text="Fix {kind} first: {process} grew until its end", expected="its growth stops")
+FIX_HANG = Advice(
+    text="Fix the hang first: the training made no progress before it was ended",
+    expected="the training goes on, and has no need of more time",
+)
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(
     text="Find what the training process keeps from step to step: batches, outputs or losses in a list, a cache "

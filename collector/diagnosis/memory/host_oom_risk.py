@@ -57,6 +57,8 @@ _NEGLIGIBLE_BYTES = 32 * MIB
 #: matters once `_NEAR_RATIO` of the limit is in use.
 _RUN_SHARE_RATIO = 0.5
 _NEAR_RATIO = 0.8
+#: Samples after the training that show whether memory still grows.
+_LEAST_REST_SAMPLES = 5
 
 
 def find_host_risk(tables: RunTables, copies: Sequence[Finding]) -> list[Finding]:
@@ -82,7 +84,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
             risk = _with_freed(exhaustion_finding(course), course.growing)
             if course.resource is HOST_MEMORY_OF_OTHERS:
                 risk = replace(risk, summary=f"{risk.summary} Less than half of the growth is the run's.")
-            return risk
+            return _at_rest(risk) if _rests(use.where(is_known & (times > end)), course) else risk
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(use.where(is_known), bound)
     return None
@@ -95,6 +97,20 @@ def _phases(tables: RunTables) -> Iterator[tuple[float, float]]:
         yield after[0] / SECOND_NS, after[1] / SECOND_NS
     begin, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
     yield (begin, end) if math.isfinite(begin) else (-math.inf, math.inf)
+
+
+def _rests(later: Use, course: Course) -> bool:
+    """Return whether the use since a phase grew less than half as fast as it did in that phase."""
+    if len(later.times) < _LEAST_REST_SAMPLES:
+        return False
+    rise, seconds = float(later.values[-1] - later.values[0]), float(later.times[-1] - later.times[0])
+    return rise < _RUN_SHARE_RATIO * course.growing.trend.slope * seconds
+
+
+def _at_rest(risk: Finding) -> Finding:
+    """Return a risk of growth that rests since the training stands still: it is not as near as forecast."""
+    words = f"{risk.summary} Since the last step or batch it has hardly grown."
+    return replace(risk, severity="warning" if risk.severity == "critical" else risk.severity, summary=words)
 
 
 def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | None:

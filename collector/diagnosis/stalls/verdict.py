@@ -68,11 +68,13 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         if steady is not None and not missing:
             healthy = all(finding.severity == "info" for finding in at_epochs)
             whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
+            case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split)
+            if change and (earlier_seconds := _earlier_seconds(whole_loop, case)):
+                case = dataclasses.replace(case, earlier_seconds=earlier_seconds)
+                change = f"{change} The time lost is that of all epochs."
             findings += [
                 dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}")
-                for finding in _judge(
-                    LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split), healthy=healthy
-                )
+                for finding in _judge(case, healthy=healthy)
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
@@ -111,6 +113,19 @@ def without_odd_first_epoch(loop: Loop) -> tuple[Loop, str]:
     return dataclasses.replace(loop, batches=later, fetches=fetches[~early]), (
         f" The first epoch is left out: a fetch took {usual[0]} in it and takes {usual[1]} since."
     )
+
+
+def _earlier_seconds(whole_loop: Loop, case: LoadingCase) -> float:
+    """Return the waits of a first epoch that is left out, 0 if they have another cause than those since."""
+    first = whole_loop.batches["epoch"].min()
+    batches, fetches = (rows[rows["epoch"] == first] for rows in (whole_loop.batches, whole_loop.fetches))
+    loop = dataclasses.replace(case.loop, batches=batches, fetches=fetches)
+    steady = pace(loop)
+    if steady is None or _missing(loop, steady):
+        return 0.0
+    before = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved)
+    causes, earlier = ({(f.kind, f.locus.worker) for f in _judge(one, healthy=True)} for one in (case, before))
+    return before.waited.seconds if steady.starved_ratio >= _HEALTHY_STARVED_RATIO and causes & earlier else 0.0
 
 
 def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:

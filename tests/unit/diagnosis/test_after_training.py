@@ -12,11 +12,12 @@ TRAINED, FOLLOWED = 20, 180
 RAMP = 10.0 * np.arange(FOLLOWED)
 
 
-def ended(followed, exit_status, *, total=10**13):
-    """Return a run that trains, then goes on without batches with `followed` MiB more, and ends."""
+def ended(followed, exit_status, *, total=10**13, trained=None):
+    """Return a run that trains, with `trained` MiB more, goes on without batches with `followed` more, and ends."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.1), consumer=jittered(0.2), batches=100)
     seconds = START_SECONDS + 1 + np.arange(TRAINED + len(followed))
-    held = (300 + np.concatenate([np.zeros(TRAINED), followed])) * MIB
+    trained = np.zeros(TRAINED) if trained is None else trained
+    held = (300 + np.concatenate([trained, trained[-1] + followed])) * MIB
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held)
     sample_host(script, seconds, demand=held + 2000 * MIB, total=total)
     script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
@@ -67,3 +68,15 @@ def test_growth_in_a_time_no_longer_than_three_pauses_before_it_may_be_that_of_a
     script = ended(followed, -9)
     script.add("step", [{"time_ns": ns(START_SECONDS + TRAINED + 14), "step": 100, "ended_by": 1}], MAIN)
     assert found(script, "main-heap-leak") == []
+
+
+def test_memory_that_rests_since_the_last_step_is_not_about_to_run_out():
+    """The training leaked until it hung, and someone ended it."""
+    near = (2000 + 300 + 2600) * MIB
+    rising = 100.0 * np.arange(TRAINED)
+    at_rest = ended(np.zeros(FOLLOWED), -15, total=near, trained=rising)
+    (risk,) = found(at_rest, "host-oom-risk")
+    assert risk.severity == "warning"
+    assert risk.summary.endswith("Since the last step or batch it has hardly grown.")
+    (risk,) = found(ended(np.zeros(2), -15, total=near, trained=rising), "host-oom-risk")
+    assert risk.severity == "critical"

@@ -422,6 +422,19 @@ def test_warm_cache_is_judged_without_the_first_epoch():
     assert "The first epoch is left out: a fetch took 100" in findings[0].summary
 
 
+def test_time_lost_is_that_of_all_epochs_where_a_slower_first_one_has_the_same_cause():
+    def slow_disk(times):
+        seen = iter(range(10**6))
+        usual = jittered(0.4)
+        return lambda generator, *_: usual(generator) * (times if next(seen) < 300 else 1)
+
+    run = STEADY | {"batches": 300, "epochs": 3}
+    slower, alike = (loading_findings(simulate(**run | {"service": slow_disk(times)}))[1] for times in (3.0, 1.0))
+    lost = [each["workers-too-slow"].value_of("lost_seconds") for each in (slower, alike)]
+    assert "The time lost is that of all epochs." in slower["workers-too-slow"].summary
+    assert lost[0] == pytest.approx(lost[1] + 300 * 2 * 0.4 / STEADY["workers"], rel=0.1)
+
+
 def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others():
     run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
     script = finish(simulate(workers=4, shards=[100, 100, 0, 0], batches=200, iterable=True, epochs=2, **run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ended_runs import COLLECTOR, end_run
 from hanging_trainings import only, stacks, training
 from simulated_runs import MAIN, MIB, START_SECONDS, sample_process
 from stack_events import (
@@ -18,6 +19,7 @@ from stack_events import (
     process,
 )
 
+from collector.diagnosis.verdict import diagnose
 from collector.stacks import ONE_ENDLESS
 from training_harness.records import ROLE_OTHER
 
@@ -301,3 +303,13 @@ def test_a_training_that_waits_for_input_is_told_so(waits, advice):
     found = only(stacks(training(), process(MAIN, IN_MAIN, waits), budgets=4.1))
     assert waits in found.summary
     assert advice in found.advice[0].text
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_training_that_hung_until_it_was_ended_needs_no_more_time(hangs):
+    script = training()
+    script = stacks(script, process(MAIN, AT_A_POOL, LOCK)) if hangs else script
+    script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
+    script.now_seconds = START_SECONDS + 60
+    killed = next(one for one in diagnose(end_run(script, -15).tables()).findings if one.kind == "killed")
+    assert (killed.consequence_of == "hang") == killed.advice[0].text.startswith("Fix the hang first") == hangs

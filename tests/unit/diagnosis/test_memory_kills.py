@@ -43,6 +43,18 @@ def test_a_kill_of_a_worker_that_leaked_says_to_fix_its_leak_first(leaks):
     assert ("Lower num_workers" in kill.advice[0].text) != leaks
 
 
+@pytest.mark.parametrize("leaks", [True, False])
+def test_a_worker_that_leaked_and_was_killed_by_no_one_knows_whom_has_its_leak_to_fix(leaks):
+    """A memory guard such as earlyoom kills before the kernel does, and leaves no count."""
+    script = memory(growing_training(), workers=300 * RAMP if leaks else FLAT, cgroup_oom_kill_count=[0] * 60)
+    exception(script, "RuntimeError", KILLED_MESSAGE)
+    script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
+    end_run(end_training(end_workers(script, 0)), 1)
+    (kill,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "worker-killed"]
+    assert ("Fix worker-heap-leak first" in kill.advice[0].text) == leaks
+    assert "Find the sender of the signal" in kill.advice[-1].text
+
+
 @pytest.mark.parametrize(
     ("path", "container", "words", "remedy"),
     [
