@@ -58,10 +58,11 @@ ASLEEP = "asleep"
 ONE_ENDLESS = "one descriptor, no timeout"
 #: A pipe that its reader does not empty.
 FULL_PIPE = "waiting for a full pipe"
+AWAITS_CHILD = "waiting for a child process"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
 _WAIT_CHANNELS = (
     ("futex", "blocked on a lock (futex)"),
-    ("do_wait", "waiting for a child process"),
+    ("do_wait", AWAITS_CHILD),
     ("hrtimer_nanosleep", ASLEEP),
     ("pipe_write", FULL_PIPE),
     ("anon_pipe_write", FULL_PIPE),

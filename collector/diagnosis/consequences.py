@@ -73,9 +73,10 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
 
 
 def _hung(findings: list[Finding], end: Finding) -> bool:
-    """Return whether a process hung, or may have, where a signal or `timeout` ended the training."""
-    is_of_training = end.locus.role == "main"
-    return is_of_training and any((one.kind, one.locus.host) == ("hang", end.locus.host) for one in findings)
+    """Return whether a process hung, or may have, where a signal or `timeout` ended the command or the training."""
+    return end.locus.role != "collector" and any(
+        (one.kind, one.locus.host) == ("hang", end.locus.host) for one in findings
+    )
 
 
 def _hangs_for(hang: Finding, healthy: Finding) -> bool:

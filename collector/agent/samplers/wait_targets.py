@@ -11,7 +11,7 @@ import socket
 import struct
 
 from collector.agent.samplers import procfs
-from collector.stacks import ONE_ENDLESS, wait_words
+from collector.stacks import AWAITS_CHILD, ONE_ENDLESS, wait_words
 from training_harness.journal import stat_fields
 
 #: Machine -> numbers of the system calls whose first argument is a descriptor: read, write, send, receive, accept,
@@ -21,6 +21,8 @@ _OF_DESCRIPTOR = {
     "aarch64": frozenset({25, 32, 63, 64, 65, 66, 67, 68, 82, 83, 202, 203, 206, 207, 211, 212, 242}),
 }
 _STANDARD_INPUT = 0
+#: Children that are named, each waited for by the one before.
+_MOST_CHILDREN = 3
 #: Begin of the words for a child that itself waits for something.
 _HELD_UP = ("waiting for", "blocked")
 #: epoll_wait and epoll_pwait; their fourth argument is the timeout, -1 for none.
@@ -67,12 +69,16 @@ def wait_target(proc: str, pid: int, thread: int) -> str | None:
     return f"{name}, held by process {holder}" if holder is not None else name
 
 
-def _child(proc: str, pid: int) -> str | None:
+def _child(proc: str, pid: int, depth: int = _MOST_CHILDREN) -> str | None:
+    """Return a child that is waited for, with what it waits for: a shell waits for its own child, say."""
     if not 0 < pid < 2**31:  # any child
         return None
     name = (procfs.read_file(f"{proc}/{pid}/comm") or b"").decode(errors="replace").strip()
     waits = own_wait(proc, pid, pid)
     words = f", which is {waits}" if waits and waits.startswith(_HELD_UP) else ""
+    children = (procfs.read_file(f"{proc}/{pid}/task/{pid}/children") or b"").split()
+    if waits == AWAITS_CHILD and len(children) == 1 and depth > 1:
+        words += f" ({_child(proc, int(children[0]), depth - 1)})"
     return f"{name}, pid {pid}{words}" if name else f"pid {pid}{words}"
 
 

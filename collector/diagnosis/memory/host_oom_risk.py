@@ -84,7 +84,10 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
             risk = _with_freed(exhaustion_finding(course), course.growing)
             if course.resource is HOST_MEMORY_OF_OTHERS:
                 risk = replace(risk, summary=f"{risk.summary} Less than half of the growth is the run's.")
-            return _at_rest(risk) if _rests(use.where(is_known & (times > end)), course) else risk
+            if risk.severity == "critical" and _rests(use.where(is_known & (times > end)), course):
+                words = f"{risk.summary} Since the last step or batch it has hardly grown."
+                return replace(risk, severity="warning", summary=words)
+            return risk
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(use.where(is_known), bound)
     return None
@@ -105,12 +108,6 @@ def _rests(later: Use, course: Course) -> bool:
         return False
     rise, seconds = float(later.values[-1] - later.values[0]), float(later.times[-1] - later.times[0])
     return rise < _RUN_SHARE_RATIO * course.growing.trend.slope * seconds
-
-
-def _at_rest(risk: Finding) -> Finding:
-    """Return a risk of growth that rests since the training stands still: it is not as near as forecast."""
-    words = f"{risk.summary} Since the last step or batch it has hardly grown."
-    return replace(risk, severity="warning" if risk.severity == "critical" else risk.severity, summary=words)
 
 
 def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | None:

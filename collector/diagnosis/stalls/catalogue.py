@@ -10,7 +10,7 @@ import pandas as pd
 from collector.diagnosis.loading.core_waits import core_waits, cores_of_other_threads
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, is_tail, steady_fetches
-from collector.diagnosis.loading.worker_limit import worker_limit
+from collector.diagnosis.loading.worker_limit import SLOW_RATIO, worker_limit
 from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.advice import (
@@ -267,7 +267,11 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
     usual = float(np.median([other.fetch_median for other in others]))
     idle = float(np.median([other.idle_ratio for other in others]))
     limit, ratio = worker_limit(loop, name), worker.fetch_median / usual
-    interval = max(steady.consumer, usual / loop.num_workers)
+    next_slow = max(others, key=lambda other: other.fetch_median)
+    interval = max(steady.consumer, next_slow.fetch_median / loop.num_workers)
+    after = ""
+    if interval > max(SLOW_RATIO * usual / loop.num_workers, steady.consumer):
+        after = f" Worker {next_slow.worker} is slow, too: {duration(next_slow.fetch_median)}."
     fetches, window = worker.fetches, case.waited.window
     is_one = len(others) == 1
     the_others = f"worker {others[0].worker}" if is_one else "the others"
@@ -275,7 +279,8 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
         kind="slow-worker",
         summary=f"Worker {name} of loader {loop.loader} holds up the training: its batches take "
         f"{duration(worker.fetch_median)}, {number(ratio)} times as long as those of {the_others} "
-        f"({duration(usual)}), which {'idles' if is_one else 'idle'} {percent(idle)} of the time; {limit.because}.",
+        f"({duration(usual)}), which {'idles' if is_one else 'idle'} {percent(idle)} of the time; "
+        f"{limit.because}.{after}",
         evidence=(
             *case.waiting_evidence,
             *measurements(fetches, window, worker_fetch_ratio=ratio, worker_idle_ratio=worker.idle_ratio),

@@ -10,13 +10,15 @@ import dataclasses
 import math
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.loading.worker_limit import SLOW_RATIO, wait_in_next
-from collector.diagnosis.run.columns import floats, written
+from collector.diagnosis.run.columns import finite, floats, written
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls import catalogue
 from collector.diagnosis.stalls.case import MIN_PASSES, EpochStarts, LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
@@ -33,8 +35,9 @@ from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
 from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.statistics.jumps import jump, rises
 from collector.findings import Finding
-from collector.units import duration, percent
+from collector.units import count, duration, percent
 
 MIN_BATCHES = 10
 MIN_FETCHES = 2  # per worker
@@ -44,7 +47,9 @@ _TRANSFER_RATIO = 0.4  # share of the loop's time from which the transfer is wha
 _IDLE_MARGIN = 0.10  # how much more of their time the others must idle than a slow worker
 _MAIN_CAUSE = 0.5  # share of the waits, or of a fetch, that makes a cause the main one
 _SLOW_GAIN = 0.5  # share of the waits that must go if the slow worker were like the others
-_REGIME_RATIO = 1.5  # of fetch times in the first epoch and since, beyond the error
+_REGIME_RATIO = 1.5  # of fetch times before a change and since, beyond the error
+_LEAST_SINCE = 0.1  # share of the fetches since a change, and before it
+_MOST_BEFORE = 0.5  # share of the fetches before a change for the better that ends a cause
 _LEAST_TAIL_WAIT = 0.5  # share of the starving that the slow batches must cause
 _WAITS_FOR_THREAD = (
     " A thread of its own iterates the loader ahead of the training. So the wait is an upper bound: the time "
@@ -58,7 +63,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     findings: list[Finding] = []
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
-        loop, change = without_odd_first_epoch(whole_loop)
+        loop, earlier, change = since_change(whole_loop)
         idle, before = idle_workers(whole_loop), len(findings)
         split = more_shards(whole_loop) if idle else None
         loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
@@ -67,14 +72,17 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         at_epochs = _epoch_costs(whole_loop, None if missing else steady)
         if steady is not None and not missing:
             healthy = all(finding.severity == "info" for finding in at_epochs)
-            whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
             case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split)
-            if change and (earlier_seconds := _earlier_seconds(whole_loop, case)):
-                case = dataclasses.replace(case, earlier_seconds=earlier_seconds)
-                change = f"{change} The time lost is that of all epochs."
+            judged = _judge(case, healthy=healthy)
+            earlier_seconds, causes = _earlier(earlier, loop) if earlier is not None else (0.0, [])
+            if {(f.kind, f.locus.worker) for f in judged} & {(f.kind, f.locus.worker) for f in causes}:
+                judged = _judge(dataclasses.replace(case, earlier_seconds=earlier_seconds), healthy=healthy)
+                change = f"{change} The time lost is that of all batches."
+            elif all(finding.is_healthy for finding in judged):
+                findings += _over(causes, loop)
+            whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
             findings += [
-                dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}")
-                for finding in _judge(case, healthy=healthy)
+                dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}") for finding in judged
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
@@ -93,39 +101,85 @@ def without_repeats(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if not is_contention(f) or f in waits.values()]
 
 
-def without_odd_first_epoch(loop: Loop) -> tuple[Loop, str]:
-    """Return the loop without a first epoch whose fetches took another time, and a sentence that says so.
+def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
+    """Return the loop since its fetches began to take another time, the loop before that, and a sentence on it.
 
-    A cache that fills in the first epoch gives it another pace. Otherwise, return the loop as it is, and "".
+    A first epoch of another pace may change gradually, as a cache fills, and fetches may become longer and longer.
+    Without a change, return the loop as it is, None and "".
     """
-    fetches, first = loop.fetches, loop.batches["epoch"].min()
+    fetches = loop.fetches.sort_values(["epoch", "index"])
+    fetches = fetches[np.isfinite(fetch_ns(fetches))]
     cost = np.log(np.fmax(fetch_ns(fetches), 1.0))
-    early = floats(fetches, "epoch") == first
-    before, since = cost[early & np.isfinite(cost)], cost[~early & np.isfinite(cost)]
-    later = loop.batches[loop.batches["epoch"] != first]
-    if min(len(before), len(since)) < MIN_BATCHES or (floats(later, "index") >= loop.ramp).sum() < MIN_BATCHES:
-        return loop, ""
-    change = float(np.median(since) - np.median(before))
-    error = 3 * 1.25 * math.hypot(*(float(part.std()) / math.sqrt(len(part)) for part in (before, since)))
-    if abs(change) <= math.log(_REGIME_RATIO) + error:
-        return loop, ""
-    usual = [duration(math.exp(float(np.median(part))) / 1e9) for part in (before, since)]
-    return dataclasses.replace(loop, batches=later, fetches=fetches[~early]), (
-        f" The first epoch is left out: a fetch took {usual[0]} in it and takes {usual[1]} since."
-    )
+    least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
+    place = jump(cost, max(least, round(_LEAST_SINCE * len(cost))))
+    if place is not None and cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost):
+        place = None  # it may be the end of an epoch that is fast
+    begin = second_epoch if place is None else tuple(fetches[["epoch", "index"]].iloc[place])
+    is_second = place is None or (begin[1] == 0 and (fetches["epoch"].iloc[:place] < second_epoch[0]).all())
+    since, before, took, takes = _parts(loop, begin)
+    if before is not None and is_second:
+        return since, before, f" The first epoch is left out: a fetch took {took} in it and takes {takes} since."
+    if before is not None:
+        return since, before, f" That is so {_since(since)}: a fetch takes {takes}, and took {took} before."
+    if rises(cost, least):
+        last_third = tuple(fetches[["epoch", "index"]].iloc[len(cost) * 2 // 3])
+        since, before, took, takes = _parts(loop, last_third)
+        if before is not None:
+            words = f" Its fetches become longer, so it is judged by those {_since(since)}: {takes}, not {took}."
+            return since, before, words
+    return loop, None, ""
 
 
-def _earlier_seconds(whole_loop: Loop, case: LoadingCase) -> float:
-    """Return the waits of a first epoch that is left out, 0 if they have another cause than those since."""
-    first = whole_loop.batches["epoch"].min()
-    batches, fetches = (rows[rows["epoch"] == first] for rows in (whole_loop.batches, whole_loop.fetches))
-    loop = dataclasses.replace(case.loop, batches=batches, fetches=fetches)
+def _parts(loop: Loop, begin: tuple[float, ...]) -> tuple[Loop, Loop | None, str, str]:
+    """Return a loop since one of its batches, the loop before, and the usual fetch times before and since.
+
+    Return the loop as it is and None where these times do not differ, or a part has too few batches.
+    """
+    tables: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+    for rows in (loop.batches, loop.fetches):
+        epochs, indices = floats(rows, "epoch"), floats(rows, "index")
+        is_since = (epochs > begin[0]) | ((epochs == begin[0]) & (indices >= begin[1]))
+        tables.append((rows[~is_since], rows[is_since]))
+    parts = [
+        dataclasses.replace(loop, batches=batches, fetches=fetches)
+        for batches, fetches in zip(*tables, strict=True)
+    ]
+    before, since = parts
+    costs = [np.log(np.fmax(finite(fetch_ns(part.fetches)), 1.0)) for part in parts]
+    steady_count = int((floats(since.batches, "index") >= loop.ramp).sum())
+    if min(len(costs[0]), len(costs[1]), steady_count) < MIN_BATCHES:
+        return loop, None, "", ""
+    usual = [float(np.median(cost)) for cost in costs]
+    error = 3 * 1.25 * math.hypot(*(float(cost.std()) / math.sqrt(len(cost)) for cost in costs))
+    if abs(usual[1] - usual[0]) <= math.log(_REGIME_RATIO) + error:
+        return loop, None, "", ""
+    took, takes = (duration(math.exp(cost) / 1e9) for cost in usual)
+    return since, before, took, takes
+
+
+def _since(loop: Loop) -> str:
+    """Return when the batches of a part of a loop begin, in words."""
+    step = step_at(loop.tables, loop.main, floats(loop.batches, "time_ns").min())
+    return "in its newest batches" if step is None else f"since step {count(step)}"
+
+
+def _earlier(before: Loop, since: Loop) -> tuple[float, list[Finding]]:
+    """Return the seconds for which a loop starved before a change, and the causes."""
+    loop = dataclasses.replace(before, num_workers=since.num_workers)
     steady = pace(loop)
-    if steady is None or _missing(loop, steady):
-        return 0.0
-    before = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved)
-    causes, earlier = ({(f.kind, f.locus.worker) for f in _judge(one, healthy=True)} for one in (case, before))
-    return before.waited.seconds if steady.starved_ratio >= _HEALTHY_STARVED_RATIO and causes & earlier else 0.0
+    if steady is None or _missing(loop, steady) or steady.starved_ratio < _HEALTHY_STARVED_RATIO:
+        return 0.0, []
+    case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved)
+    return case.waited.seconds, _judge(case, healthy=True)
+
+
+def _over(causes: list[Finding], since: Loop) -> list[Finding]:
+    """Return the causes of waits that are over, as information, if they cost a part of the run."""
+    return [
+        dataclasses.replace(cause, severity="info", summary=f"{cause.summary} That is over {_since(since)}.")
+        for cause in causes
+        if (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
+    ]
 
 
 def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:

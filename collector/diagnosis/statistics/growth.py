@@ -50,6 +50,8 @@ _CONFIDENCE = 0.99
 #: 0.34, saturation less.
 _SECOND_HALF_RATIO = 0.4
 _RISE_TO_NOISE = 4.0
+#: Least rise from an earlier begin of a growth, as a share of the rise since the later one.
+_LEAST_OF_RISE = 0.5
 #: Rise that ends a rest, as a multiple of the noise.
 _REST_TO_NOISE = 3.0
 #: Number of rises that are missing at the end of a series that has stopped to rise: random ones (Poisson) would all
@@ -120,8 +122,8 @@ def _from_its_begin(trend: Growth, times: Floats, values: Floats, steps: Floats 
     at, envelope = lower_envelope(times[begin:], levels[begin:], blocks)
     # The envelope reaches from the middle of the first block to that of the last.
     rise = float((envelope[-1] - envelope[0]) * (times[-1] - times[begin]) / (at[-1] - at[0]))
-    if rise < trend.rise / 2:  # more was given back before the growth than noise explains
-        return trend
+    if rise < _LEAST_OF_RISE * trend.rise:
+        return trend  # the level fell in between, by less than the noise
     return dataclasses.replace(trend, since_seconds=float(times[begin]), rise=rise, n=len(times) - begin)
 
 

@@ -23,6 +23,8 @@ IN_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); print(flush=True); fcn
 PRINT = "print('x' * 1_000_000)"
 IN_FULL_PIPE = f"""import subprocess, sys
 c = subprocess.Popen([sys.executable, "-c", {PRINT!r}], stdout=-1); print(c.pid, flush=True); c.wait()"""
+UNDER_A_SHELL = """import subprocess; c = subprocess.Popen(["sh", "-c", "head -c 99999 /dev/zero; :"], stdout=-1)
+print(c.pid, flush=True); c.wait()"""
 IN_WAIT = "import subprocess; c = subprocess.Popen(['cat'], stdin=-1); print(c.pid, flush=True); c.wait()"
 
 
@@ -59,7 +61,13 @@ def test_the_other_end_of_a_connection(thread, family, host, shown):
 
 
 @pytest.mark.parametrize(
-    ("program", "waits"), [(IN_WAIT, "cat, pid {}, which is waiting for a pipe"), (IN_FULL_PIPE, FULL_PIPE)]
+    ("program", "waits"),
+    [
+        (IN_WAIT, "cat, pid {}, which is waiting for a pipe"),
+        (IN_FULL_PIPE, FULL_PIPE),
+        (UNDER_A_SHELL, "sh, pid {}, which is waiting for a child process (head, pid"),
+        (UNDER_A_SHELL, FULL_PIPE),
+    ],
 )
 def test_the_child_process_that_is_waited_for_with_its_own_wait(program, waits):
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:

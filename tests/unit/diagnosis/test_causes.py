@@ -431,7 +431,7 @@ def test_time_lost_is_that_of_all_epochs_where_a_slower_first_one_has_the_same_c
     run = STEADY | {"batches": 300, "epochs": 3}
     slower, alike = (loading_findings(simulate(**run | {"service": slow_disk(times)}))[1] for times in (3.0, 1.0))
     lost = [each["workers-too-slow"].value_of("lost_seconds") for each in (slower, alike)]
-    assert "The time lost is that of all epochs." in slower["workers-too-slow"].summary
+    assert "The time lost is that of all batches." in slower["workers-too-slow"].summary
     assert lost[0] == pytest.approx(lost[1] + 300 * 2 * 0.4 / STEADY["workers"], rel=0.1)
 
 

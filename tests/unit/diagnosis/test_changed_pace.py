@@ -1,0 +1,75 @@
+"""Judge loops whose fetches became slower or faster for good."""
+
+import numpy as np
+import pytest
+from loading_runs import STEADY, loading_findings
+from simulated_runs import finish, jittered, simulate
+
+from collector.diagnosis.statistics.jumps import jump, rises
+from collector.diagnosis.verdict import diagnose
+
+RUN = STEADY | {"workers": 2, "batches": 120, "epochs": 5}
+SLOW, FAST = 0.2, 0.03
+
+
+def by_number(seconds_of):
+    """Return fetch times by the number of the batch in the whole run."""
+    seen, noise = iter(range(10**6)), jittered(1.0)
+    return lambda generator, *_: noise(generator) * seconds_of(next(seen))
+
+
+@pytest.mark.parametrize("first_slow", [480, 360, 540])
+def test_workers_that_become_slow_late_are_too_slow_since_then(first_slow):
+    """The batches of a slow last epoch are no stragglers."""
+    service = by_number(lambda number: SLOW if number >= first_slow else FAST)
+    kinds, found = loading_findings(simulate(**RUN | {"service": service}))
+    assert kinds == [("workers-too-slow", "warning")]
+    slow = found["workers-too-slow"]
+    assert slow.since_step == pytest.approx(first_slow, abs=5)
+    assert f"since step {first_slow}: a fetch takes 20" in slow.summary
+    assert slow.value_of("lost_seconds") == pytest.approx((600 - first_slow) * (SLOW / 2 - 0.04), rel=0.15)
+
+
+def test_workers_that_were_slow_until_a_step_are_information_with_their_cost():
+    service = by_number(lambda number: SLOW if number < 240 else FAST)
+    findings = diagnose(finish(simulate(**RUN | {"service": service})).tables()).findings
+    assert [(f.kind, f.severity) for f in findings] == [("workers-too-slow", "info"), ("compute-bound", "info")]
+    assert "That is over since step 240." in findings[0].summary
+    assert findings[0].value_of("lost_seconds") == pytest.approx(240 * (SLOW / 2 - 0.04), rel=0.15)
+
+
+def test_workers_whose_fetches_become_longer_are_judged_by_the_newest():
+    """A cache that is searched from its first entry on, say: on average the workers have time to spare."""
+    service = by_number(lambda number: 0.01 + 0.00025 * number)
+    kinds, found = loading_findings(simulate(**RUN | {"service": service, "batches": 600, "epochs": 1}))
+    assert kinds == [("workers-too-slow", "warning")]
+    assert "Its fetches become longer, so it is judged by those since step " in found["workers-too-slow"].summary
+
+
+def test_a_slow_part_of_each_epoch_is_not_over():
+    service = by_number(lambda number: SLOW if number % 120 < 60 else FAST)
+    kinds, found = loading_findings(simulate(**RUN | {"service": service}))
+    assert kinds == [("workers-too-slow", "warning")]
+    assert "since step" not in found["workers-too-slow"].summary
+
+
+def test_the_next_slow_worker_bounds_what_a_fix_of_the_slowest_gains():
+    run = RUN | {"workers": 4, "service": lambda generator, worker, _: {1: 0.4, 3: 0.6}.get(worker, 0.05)}
+    kinds, found = loading_findings(simulate(**run))
+    assert kinds == [("slow-worker", "warning")]
+    assert found["slow-worker"].locus.worker == 3
+    assert "Worker 1 is slow, too: 400 ms." in found["slow-worker"].summary
+    assert found["slow-worker"].advice[0].expected.startswith("up to 10 batches/s")
+
+
+def test_a_jump_is_neither_a_drift_nor_a_burst():
+    noise = np.random.default_rng(1).normal(0.0, 0.1, 400)
+    level = np.arange(400) >= 150
+    assert jump(noise + level, 20) == pytest.approx(150, abs=3)
+    assert jump(noise - level, 20) == pytest.approx(150, abs=3)
+    assert jump(noise, 20) is None
+    drift = noise + np.linspace(0, 2, 400)
+    assert jump(drift, 20) is None
+    assert [rises(values, 20) for values in (drift, -drift, noise + level)] == [True, False, False]
+    assert jump(noise + (level & (np.arange(400) < 250)), 20) is None
+    assert jump(noise[:30] + level[140:170], 20) is None
