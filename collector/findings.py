@@ -73,6 +73,19 @@ def cannot_tell(
     )
 
 
+def extended(
+    finding: Finding, sentence: str, *evidence: Evidence, advice: tuple[Advice, ...] = (), **changes: Any
+) -> Finding:
+    """Return a finding with a further sentence, if any, further evidence, and advice that comes before its own."""
+    return dataclasses.replace(
+        finding,
+        summary=f"{finding.summary} {sentence.strip()}".rstrip(),
+        evidence=(*finding.evidence, *evidence),
+        advice=(*advice, *finding.advice),
+        **changes,
+    )
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Identity:
     """The identity of a finding over runs of one command: its kind, and its place in words that no run changes."""

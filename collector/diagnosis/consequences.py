@@ -9,7 +9,7 @@ from dataclasses import replace
 from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_HANG, FIX_LEAK, KILLED, WORKER_KILLED
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
-from collector.findings import Finding
+from collector.findings import Finding, extended
 from collector.units import size
 
 #: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
@@ -62,13 +62,12 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if finding.kind in _OF_SHARED_MEMORY and finding.locus.pid is None and _keeps_workers(findings, finding):
         return _consequence(finding, "fd-leak", "the workers of kept iterators, which hold what they inherited")
     if finding.kind == "rank-straggler" and _is_late_by_pauses(findings, finding):
-        told = f"{finding.summary} It is late by its pauses: fix main-thread-pause first."
-        return replace(finding, severity="info", summary=told, consequence_of="main-thread-pause")
+        told = "It is late by its pauses: fix main-thread-pause first."
+        return extended(finding, told, severity="info", consequence_of="main-thread-pause")
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
         return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
     if _ends_with_optimizers(findings, finding):
-        told = f"{finding.summary} It grows with what the optimizers keep, which ends by itself."
-        return replace(finding, severity="info", summary=told)
+        return extended(finding, "It grows with what the optimizers keep, which ends by itself.", severity="info")
     return finding
 
 
@@ -88,10 +87,10 @@ def _hangs_for(hang: Finding, healthy: Finding) -> bool:
 
 def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
     """Return a finding as one that follows from another one; a leak is information then, and a forecast stays."""
-    return replace(
+    return extended(
         finding,
+        f"It grows with {grows_with}: fix {cause} first.",
         severity="info" if finding.group == "memory leak" else finding.severity,
-        summary=f"{finding.summary} It grows with {grows_with}: fix {cause} first.",
         consequence_of=cause,
     )
 
@@ -207,7 +206,7 @@ def _with_fix_of_library(death: Finding, findings: list[Finding]) -> Finding:
             continue
         if (rise := max(rises_bytes(leak))) > least:
             text = f"Fix {leak.kind} first: memory outside PyTorch grew by {size(rise)} until the error"
-            return replace(death, fault=leak.fault, advice=(replace(FIX_LEAK, text=text), *death.advice))
+            return extended(death, "", advice=(replace(FIX_LEAK, text=text),), fault=leak.fault)
     return death
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from collector.findings import AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
+from collector.findings import AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine, extended
 from collector.report import labels
 from collector.units import MISSING, after_steps, counted, duration, number, percent, quantity, size, until
 
@@ -268,7 +267,7 @@ def _for_all(finding: Finding, *others: Finding) -> Finding:
         return finding
     is_shared = all(other.locus.loader == finding.locus.loader for other in others)
     also = f"The same holds for {counted(len(others), 'other process' if is_shared else 'other loader')}."
-    return replace(finding, summary=f"{finding.summary} {also}")
+    return extended(finding, also)
 
 
 def decisive(finding: Finding) -> list[Evidence]:

@@ -42,7 +42,7 @@ from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_ra
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.run.training import iterations_within
-from collector.findings import Evidence, Finding, Locus, fact
+from collector.findings import Evidence, Finding, Locus, extended, fact
 from collector.store import ProcessKey
 from collector.units import counted
 
@@ -253,7 +253,7 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
     for key, *more in alike.values():
         finding = _crash(life, key, main_victim(life, key, None))
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
-        findings.append(replace(finding, evidence=(*finding.evidence, count)))
+        findings.append(extended(finding, "", count))
     exits: dict[str, tuple[ProcessKey, Mapping[str, Any]]] = {}
     for event in life.tables.events_of("exit-message"):
         key = writer_of(event)
@@ -298,13 +298,9 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     cause = cause_of(life.tables, error.process, worker, event, error.headline)
     if cause is None:
         return finding
-    return replace(
-        finding,
-        summary=f"{finding.summary.rstrip('.')}.{cause.sentence}" if cause.sentence else finding.summary,
-        fault=cause.fault,
-        evidence=(*finding.evidence, *cause.evidence),
-        advice=(*cause.advice, *finding.advice),
-    )
+    if cause.sentence:
+        finding = replace(finding, summary=f"{finding.summary.rstrip('.')}.")
+    return extended(finding, cause.sentence, *cause.evidence, advice=cause.advice, fault=cause.fault)
 
 
 def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Finding:

@@ -20,7 +20,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_THREADS,
     COLLECTIVE,
 )
-from collector.findings import Advice, Fault, Finding
+from collector.findings import Advice, Fault, Finding, extended
 from collector.stacks import FULL_PIPE
 
 #: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice; the first that fits.
@@ -232,16 +232,19 @@ def held(others_count: int, waits: str | None) -> str:
     return f"; {ranks} for it"
 
 
+def _with_cause(hang: Finding, sentence: str, advice: Advice) -> Finding:
+    """Return a hang with what is behind it, and advice on that in place of the first one."""
+    return extended(replace(hang, advice=hang.advice[1:]), sentence, advice=(advice,))
+
+
 def of_taken_pool(hang: Finding) -> Finding:
     """Return the hang of a process that waits for a task, while each thread of its pool does so too."""
     advice = Advice(
         text="Wait in no task for a task of the same pool: call its function, or give it a pool of its own",
         expected="a thread is left for each task that another one waits for",
     )
-    told = (
-        "Each thread of its pool waits for a task, too: if that is one of this pool, no thread is left to run it."
-    )
-    return replace(hang, summary=f"{hang.summary} {told}", advice=(advice, *hang.advice[1:]))
+    lacks = "if that is one of this pool, no thread is left to run it"
+    return _with_cause(hang, f"Each thread of its pool waits for a task, too: {lacks}.", advice)
 
 
 def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
@@ -250,8 +253,7 @@ def of_lost_thread(hang: Finding, exception: str, when: str) -> Finding:
         text="Hand the exceptions of that thread to the training, as through the queue, and raise them there",
         expected="the training ends with the error, and does not wait for a thread that has ended",
     )
-    summary = f"{hang.summary} One of its threads ended {when} with {exception}"
-    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
+    return _with_cause(hang, f"One of its threads ended {when} with {exception}", advice)
 
 
 def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
@@ -260,14 +262,11 @@ def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
     It is at a lock if `awaits` is None.
     """
     if awaits is None:
-        told = (
-            "The process has no other Python thread: this thread holds the lock itself, or native code or another "
-            "process does."
-        )
-        return replace(hang, summary=f"{hang.summary} {told}", advice=(_LOCKED_TWICE, *hang.advice[1:]))
+        holder = "this thread holds the lock itself, or native code or another process does"
+        return _with_cause(hang, f"The process has no other Python thread: {holder}.", _LOCKED_TWICE)
     if awaits == AWAITS_LOOP:
-        told = "The loop has no connection, pipe, child or timer, and no other Python thread could wake it."
-        return replace(hang, summary=f"{hang.summary} {told}")
+        wakes = "no other Python thread could wake it"
+        return extended(hang, f"The loop has no connection, pipe, child or timer, and {wakes}.")
     is_worker = hang.locus.role == "worker"
     if is_worker:
         advice = Advice(
@@ -281,8 +280,7 @@ def of_lone_thread(hang: Finding, awaits: str | None) -> Finding:
             expected="nothing waits for a thread that has ended",
         )
     process = "worker" if is_worker else "process"
-    summary = f"{hang.summary} The {process} has no other Python thread that could end this wait."
-    return replace(hang, summary=summary, advice=(advice, *hang.advice[1:]))
+    return _with_cause(hang, f"The {process} has no other Python thread that could end this wait.", advice)
 
 
 def of_lost_process(hang: Finding, pids: Sequence[int], awaits: str | None) -> Finding:
@@ -307,13 +305,10 @@ def of_lost_process(hang: Finding, pids: Sequence[int], awaits: str | None) -> F
         effect = "and a queue does not tell that the process that filled it is gone"
         text = f"Find out {find}; give `get` a timeout, and look then at `is_alive()` of that process"
         expected = "the training ends with an error, and does not wait for a process that has ended"
-    advice = Advice(text=text, expected=expected)
-    return replace(
-        hang, summary=f"{hang.summary} {named} ended just then, {effect}.", advice=(advice, *hang.advice[1:])
-    )
+    return _with_cause(hang, f"{named} ended just then, {effect}.", Advice(text=text, expected=expected))
 
 
 def of_slow(hang: Finding, transfer: str) -> Finding:
     """Return the finding on a process that still moves data: it is slow, and nothing says that it hangs."""
     advice = tuple(item for item in hang.advice if item == _LOOK_AGAIN)
-    return replace(hang, summary=f"{hang.summary} {transfer}", advice=(*advice, _LOAD_AHEAD))
+    return extended(replace(hang, advice=(*advice, _LOAD_AHEAD)), transfer)

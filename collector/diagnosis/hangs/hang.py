@@ -62,7 +62,7 @@ from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import SEVERITIES, Advice, Finding, Severity, fact
+from collector.findings import SEVERITIES, Advice, Finding, Severity, extended, fact
 from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
 from collector.store import ProcessKey
@@ -163,8 +163,8 @@ def _in_one(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple
     sizes = {whole(event.get("world_size")) for event in life.tables.events_of("process-start")}
     if others or sizes != {len(ranks)} or uneven_ranks(life.tables) is not None:
         rest = [rank for one, _ in by_rank[1:] if (rank := one.locus.rank) is not None]
-        too = f" {sentence(ranks_words(rest))} {'waits' if len(rest) == 1 else 'wait'} in a collective, too."
-        return [*others, (process, replace(finding, summary=f"{finding.summary}{too if rest else ''}"))]
+        too = f"{sentence(ranks_words(rest))} {'waits' if len(rest) == 1 else 'wait'} in a collective, too."
+        return [*others, (process, extended(finding, too if rest else ""))]
     places = [f"rank {one.locus.rank}{one.where}" for one, _ in by_rank]
     is_one_line = len({one.frame for one, _ in ranks}) == 1
     everyone = "Both" if len(ranks) == 2 else f"All {len(ranks)}"
@@ -287,18 +287,12 @@ def _finding(
     )
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
-        found = replace(
-            found,
-            summary=f"{found.summary}{uneven.sentence}",
-            evidence=(*found.evidence, *uneven.evidence),
-            advice=(uneven.advice, *found.advice),
-            fault="your code",
-        )
+        found = extended(found, uneven.sentence, *uneven.evidence, advice=(uneven.advice,), fault="your code")
     elif others_count and culprit.locus.role == "main" and waits != COLLECTIVE:
         found = replace(found, advice=(*found.advice, _EQUAL_STEPS))
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
-        found = replace(found, summary=f"{found.summary}{culprit.other_threads}")
+        found = extended(found, culprit.other_threads)
         if lost:
             found = catalogue.of_lost_process(found, lost, culprit.awaits)
         elif culprit.awaits == AWAITS_TASK and culprit.has_taken_pool:

@@ -12,7 +12,7 @@ from collector.diagnosis.run.columns import ITERATIONS, floats
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, fact
+from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity, extended, fact
 from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
 from collector.store import ProcessKey
 from collector.units import duration
@@ -57,10 +57,10 @@ def compared(found: Sequence[tuple[Process, Finding]], standstill: Standstill) -
 
 def with_standstill(finding: Finding, standstill: Standstill, *, agrees: bool = True) -> Finding:
     """Return a finding with what the Flight Recorder tells; it is in doubt if that is of another process."""
-    return replace(
+    return extended(
         finding,
-        summary=f"{finding.summary} {'' if agrees else 'But '}PyTorch's Flight Recorder: {standstill.words}.",
-        evidence=(*finding.evidence, *_recorder_evidence(standstill)),
+        f"{'' if agrees else 'But '}PyTorch's Flight Recorder: {standstill.words}.",
+        *_recorder_evidence(standstill),
         confidence=finding.confidence if agrees else min(finding.confidence, _DOUBTED_CONFIDENCE),
     )
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.diagnosis.memory.resources import WORKER_HEAP
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import KINDS, Advice, AllocationSite, Finding
+from collector.findings import KINDS, Advice, AllocationSite, Finding, extended
 from collector.store import ProcessGrowth, SiteGrowth
 from collector.units import size
 
@@ -46,7 +46,7 @@ def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) 
     snapshots = [grown for grown in tables.grown if _is_of(grown, finding)]
     sites = rank_sites(snapshots[-1], device) if snapshots else ()
     if sites and sites[0].site != _NO_LINE:
-        return replace(finding, held_by=sites, advice=(_cure(sites[0], finding), *finding.advice))
+        return extended(finding, "", advice=(_cure(sites[0], finding),), held_by=sites)
     if sites:
         caches = {item.text for item in WORKER_HEAP.leak_advice}  # ruled out: a cache keeps Python objects
         advice = (

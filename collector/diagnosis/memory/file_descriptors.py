@@ -41,7 +41,7 @@ from collector.diagnosis.run.processes import sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables, once
 from collector.diagnosis.run.training import iterates, steps_within, while_running, while_training
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
-from collector.findings import Finding, Limit, Locus, fact
+from collector.findings import Finding, Limit, Locus, extended, fact
 from collector.store import ProcessKey
 
 #: A rise below one descriptor per block of a trend is a few single events.
@@ -99,7 +99,7 @@ def _nearest_to_limit(group: list[tuple[float, Finding]]) -> Finding:
     """Return the finding of the process with the highest use, with the number of workers like it."""
     _, nearest = max(group, key=lambda member: member[0])
     if nearest.kind == "fd-leak" and len(group) > 1:
-        return replace(nearest, summary=f"{nearest.summary} {len(group)} workers of this loader do.")
+        return extended(nearest, f"{len(group)} workers of this loader do.")
     return nearest
 
 

@@ -22,7 +22,7 @@ from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
 from collector.diagnosis.run.columns import floats, last, peak, seconds
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, warm_up_end
-from collector.findings import Evidence, Finding, Limit, Locus, cannot_tell, fact
+from collector.findings import Evidence, Finding, Limit, Locus, cannot_tell, extended, fact
 
 
 def find_device_risk(tables: RunTables) -> list[Finding]:
@@ -133,7 +133,7 @@ def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     if not witnesses or not course.is_relevant:
         return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
     risk = exhaustion_finding(course)
-    return replace(risk, summary=f"{risk.summary} Other processes grow there, not this run.") if others else risk
+    return extended(risk, "Other processes grow there, not this run.") if others else risk
 
 
 def _confirmed(memory: _Memory, series: Mapping[str, Floats | None], trend: Growth) -> tuple[Evidence, ...]:

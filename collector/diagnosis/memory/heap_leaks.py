@@ -63,7 +63,7 @@ from collector.diagnosis.run.training import (
     while_running,
 )
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
-from collector.findings import Evidence, Finding, Locus, Rate, fact
+from collector.findings import Evidence, Finding, Locus, Rate, extended, fact
 from collector.store import ProcessKey
 from collector.units import listed, size
 from training_harness.records import UNIT_OPTIMIZER
@@ -185,11 +185,11 @@ def _leak_of_main(key: ProcessKey, growing: GrowingUse, *, is_iterating: bool) -
         **words,
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
-    return replace(
+    return extended(
         finding,
+        "" if is_iterating else _AFTER_TRAINING if trains else _NO_ITERATIONS,
         severity=finding.severity if life.may_train(key) else "info",
         confidence=certainty if trains and is_iterating else certainty - 0.15,
-        summary=finding.summary + ("" if is_iterating else _AFTER_TRAINING if trains else _NO_ITERATIONS),
     )
 
 
@@ -200,7 +200,7 @@ def _with_threads(leak: Finding, use: Use, thread_counts: Floats) -> Finding:
         return leak
     started = fact("thread_rise_count", round(trend.rise), "same window", n=trend.n)
     advice = replace(resources.END_THREADS, text=resources.END_THREADS.text.format(count=round(trend.rise)))
-    return replace(leak, evidence=(*leak.evidence, started), advice=(advice, *leak.advice))
+    return extended(leak, "", started, advice=(advice,))
 
 
 def _thread_growth(use: Use, thread_counts: Floats) -> Growth | None:
@@ -213,12 +213,12 @@ def _with_freed(leak: Finding, growing: GrowingUse, freed: Floats) -> Finding:
     ratio, trend = share_of(growing.use.times, freed, growing.trend), growing.trend
     if not ratio >= 1:
         return leak
-    told = (
-        f" Between what stays lies {size(ratio * trend.rise)} more of freed memory that cannot be given back: "
-        f"{size((1 + ratio) * trend.rise)} in all."
+    return extended(
+        leak,
+        f"Between what stays lies {size(ratio * trend.rise)} more of freed memory that cannot be given back: "
+        f"{size((1 + ratio) * trend.rise)} in all.",
+        fact("freed_rise_bytes", round(ratio * trend.rise), "same window", n=trend.n),
     )
-    evidence = fact("freed_rise_bytes", round(ratio * trend.rise), "same window", n=trend.n)
-    return replace(leak, summary=leak.summary + told, evidence=(*leak.evidence, evidence))
 
 
 def _with_recompilations(leak: Finding, growing: GrowingUse, key: ProcessKey) -> Finding:
@@ -228,7 +228,7 @@ def _with_recompilations(leak: Finding, growing: GrowingUse, key: ProcessKey) ->
     if again is None or again.count < BLOCK_COUNTS[0] or again.last_ns < np.mean(growing.span_ns):
         return leak
     compiled = fact("compilation_count", again.count, growing.window)
-    return replace(leak, evidence=(*leak.evidence, compiled), advice=(resources.COMPILE_ONCE, *leak.advice))
+    return extended(leak, "", compiled, advice=(resources.COMPILE_ONCE,))
 
 
 def _main_witnesses(

@@ -44,7 +44,7 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import after_training_ns, training_end_ns, training_start_ns
 from collector.diagnosis.statistics.growth import Floats
-from collector.findings import Evidence, Finding, Limit, Locus, fact
+from collector.findings import Evidence, Finding, Limit, Locus, extended, fact
 from collector.store import ProcessKey
 from collector.units import size
 
@@ -83,10 +83,9 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
         if course is not None and course.is_relevant and _matters(course, copies):
             risk = _with_freed(exhaustion_finding(course), course.growing)
             if course.resource is HOST_MEMORY_OF_OTHERS:
-                risk = replace(risk, summary=f"{risk.summary} Less than half of the growth is the run's.")
+                risk = extended(risk, "Less than half of the growth is the run's.")
             if risk.severity == "critical" and _rests(use.where(is_known & (times > end)), course):
-                words = f"{risk.summary} Since the last step or batch it has hardly grown."
-                return replace(risk, severity="warning", summary=words)
+                return extended(risk, "Since the last step or batch it has hardly grown.", severity="warning")
             return risk
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(use.where(is_known), bound)
@@ -198,11 +197,11 @@ def _with_freed(risk: Finding, growing: GrowingUse) -> Finding:
         return risk
     key, rise, n = found
     of_process = f"{size(rise)} of the growth is freed memory in {lifecycle_of(growing.use.tables).name(key)}"
-    return replace(
+    return extended(
         risk,
-        summary=f"{risk.summary} {of_process}: small objects that stay keep the C library from giving it back.",
-        evidence=(*risk.evidence, fact("freed_rise_bytes", round(rise), "same window", n=n)),
-        advice=(GIVE_BACK_FREED, *risk.advice),
+        f"{of_process}: small objects that stay keep the C library from giving it back.",
+        fact("freed_rise_bytes", round(rise), "same window", n=n),
+        advice=(GIVE_BACK_FREED,),
     )
 
 
@@ -236,8 +235,7 @@ def _nearly_full(use: Use, limit: Limit) -> Finding | None:
         verb="is" if lifecycle_of(tables).status() == "running" else "was",
     )
     if of_run < _RUN_SHARE_RATIO * highest:
-        words = f"{full.summary} The run's processes held {size(of_run)} of it."
-        return replace(full, summary=words, advice=(LOOK_ELSEWHERE, *full.advice))
+        return extended(full, f"The run's processes held {size(of_run)} of it.", advice=(LOOK_ELSEWHERE,))
     return full
 
 

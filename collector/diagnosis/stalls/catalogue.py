@@ -25,7 +25,7 @@ from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
-from collector.findings import Advice, Evidence, Finding, cannot_tell, fact, measurements
+from collector.findings import Advice, Evidence, Finding, cannot_tell, extended, fact, measurements
 from collector.units import counted, duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
@@ -424,19 +424,17 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
 def copy_or_pin_bound(case: LoadingCase, waits: HandOver) -> Finding:
     """Return a finding for batches whose copies or pinning take too long."""
     finding = copy_bound(case, waits)
-    return dataclasses.replace(
+    compare = Advice(
+        text="Set pin_memory=False for a short run and compare",
+        expected="if the wait disappears, pinning caused it",
+    )
+    return extended(
         finding,
+        "It is not known whether copying or pinning takes the time: the pinning thread is part of the transfer, "
+        "and is not measured by itself.",
+        advice=(compare,),
         kind="cannot-tell",
         severity="info",
-        summary=f"{finding.summary} It is not known whether copying or pinning takes the time: the pinning "
-        "thread is part of the transfer, and is not measured by itself.",
-        advice=(
-            Advice(
-                text="Set pin_memory=False for a short run and compare",
-                expected="if the wait disappears, pinning caused it",
-            ),
-            *finding.advice,
-        ),
     )
 
 

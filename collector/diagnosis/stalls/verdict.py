@@ -36,7 +36,7 @@ from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_fin
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.statistics.jumps import jump, rises
-from collector.findings import Finding
+from collector.findings import Finding, extended
 from collector.units import count, duration, percent
 
 MIN_BATCHES = 10
@@ -81,9 +81,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             elif all(finding.is_healthy for finding in judged):
                 findings += _over(causes, loop)
             whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
-            findings += [
-                dataclasses.replace(finding, summary=f"{finding.summary}{change}{whose}") for finding in judged
-            ]
+            findings += [extended(finding, f"{change}{whose}") for finding in judged]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
             too_short_loops.append(catalogue.too_short(loop, missing, batches))
