@@ -179,7 +179,9 @@ def _elsewhere(
     if reserved is None or free is None:
         return {}
     outside = figures[TOTAL] - free - reserved - (sample.get("reserved_bytes") or 0.0)
-    others, is_alone = sample.get("other_used_bytes"), _is_alone(tables, error)
+    others = sample.get("other_used_bytes")
+    users = {a.key for a in allocators(tables.stream("device_memory")) if a.device == error.device}
+    is_alone = error.slot is None and users <= {error.key}  # no other process of the run is known to use it
     if process_used is None:
         if others is None:
             return {"unattributed_bytes": max(0.0, outside)}
@@ -193,12 +195,6 @@ def _elsewhere(
     if others is None:
         return result | {"unattributed_bytes": rest}
     return result | {"run_processes_bytes": max(0.0, rest - others), "other_processes_bytes": others}
-
-
-def _is_alone(tables: RunTables, error: CudaError) -> bool:
-    """Return whether no other process of the run is known to use the device."""
-    users = {a.key for a in allocators(tables.stream("device_memory")) if a.device == error.device}
-    return error.slot is None and users <= {error.key}
 
 
 def ended_by_cuda_oom(tables: RunTables) -> frozenset[ProcessKey]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from signal import SIGINT, SIGTERM
 from typing import Any
 
-from collector.diagnosis.loading.loaders import Epoch, epochs_of, worker_slots
+from collector.diagnosis.loading.loaders import epochs_of, worker_slots
 from collector.diagnosis.run.columns import floats, sampled, whole
 from collector.diagnosis.run.lifecycle import Lifecycle, signal_of_child, signal_raised
 from collector.diagnosis.run.tables import writer_of
@@ -94,7 +94,8 @@ class Workers:
             if pid is None or self._stopped_on_purpose(owner, code) or self._ended_by_exit(event):
                 continue
             worker = self._worker_at((owner[0], pid), code)
-            if worker is not None and not self._had_finished(worker):
+            # An error while a spawned worker unloads the interpreter, after its loop, costs no batch.
+            if worker and not (worker.message is None and self._exit_reasons.get(worker.key) == "done"):
                 dead.append(worker)
         return dead
 
@@ -107,13 +108,6 @@ class Workers:
             effect = self.life.exceptions.get(worker.main)
             if effect is not None and event["time_ns"] <= effect["time_ns"]:
                 yield worker
-
-    def _had_finished(self, worker: DeadWorker) -> bool:
-        """Return whether the worker had finished its loop before, and the training did not fail because of it.
-
-        An error while a spawned worker unloads the interpreter and its libraries costs no batch.
-        """
-        return worker.message is None and worker.key is not None and self._exit_reasons.get(worker.key) == "done"
 
     def _stopped_on_purpose(self, main: ProcessKey, code: int | None) -> bool:
         """Return whether a worker's end by this code follows from a signal to the whole job."""
@@ -135,7 +129,8 @@ class Workers:
         worker did, or still lives, a silent one was killed itself. If all are silent, one signal ended the job.
         """
         dead = []
-        for (main, _), epoch in self._newest_epochs.items():
+        newest = {(epoch.main, epoch.loader): epoch for epoch in epochs_of(self.life.tables)}
+        for (main, _), epoch in newest.items():
             if main not in self.life.killed_mains or self.life.killed_mains[main] in (SIGINT, SIGTERM):
                 continue
             addresses = [(main[0], pid) for pid in epoch.pids.values()]
@@ -145,17 +140,13 @@ class Workers:
             dead += [worker for address in silent if (worker := self._worker_at(address, None))]
         return dead
 
-    @cached_property
-    def _newest_epochs(self) -> dict[tuple[ProcessKey, int], Epoch]:
-        return {(epoch.main, epoch.loader): epoch for epoch in epochs_of(self.life.tables)}
-
     def _vanished(self, address: tuple[str, int]) -> bool:
         """Return whether a worker that recorded its start is known to be gone, and recorded no exit."""
         key, living = self._keys.get(address), self.life.tables.living
         return key is not None and living is not None and key not in living and key not in self._exit_reasons
 
     @cached_property
-    def _exit_reasons(self) -> dict[ProcessKey, str]:
+    def _exit_reasons(self) -> dict[ProcessKey | None, str]:
         """Worker -> the reason that it recorded for leaving its loop."""
         events = self.life.tables.events_of("worker-exit")
         return {writer_of(event): str(event.get("reason")) for event in events}

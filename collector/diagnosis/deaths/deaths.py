@@ -72,7 +72,10 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     """Find every victim of a kill, every crash that does not follow from one, and a killed collector."""
     life = lifecycle_of(tables)
     workers = [worker_victim(life, worker) for worker in Workers(life).killed()]
-    raised = _raised(life, workers)
+    # A worker records its own exception before DataLoader's loop, which would have passed it on, as where a spawned
+    # one cannot unpickle its dataset.
+    at_address = {(victim.locus.host, victim.locus.pid): victim for victim in workers}
+    raised = {key: at_address[key[:2]] for key in life.exceptions if key[:2] in at_address}
     failed_mains = {victim.main for victim in raised.values()}
     # DataLoader ends the other workers by SIGTERM.
     followers = [victim for victim in workers if victim.main in failed_mains and victim.signal == SIGTERM]
@@ -111,23 +114,13 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         *(
             _kill(life, victim, catalogue.KILLED_UNDER_SHELL)
             for victim in gone
-            if victim not in oom and victim.main in survived and _is_lost_under_shell(life, victim.main)
+            if victim not in oom
+            and victim.main in survived
+            and victim.main not in life.exceptions
+            and life.is_under_shell(victim.main)
+            and has_batches_left(tables, victim.main) is True  # it vanished in the middle of an epoch
         ),
     ]
-
-
-def _is_lost_under_shell(life: Lifecycle, key: ProcessKey) -> bool:
-    """Return whether a training process that a shell started vanished in the middle of an epoch."""
-    return key not in life.exceptions and life.is_under_shell(key) and has_batches_left(life.tables, key) is True
-
-
-def _raised(life: Lifecycle, workers: Sequence[Victim]) -> dict[ProcessKey, Victim]:
-    """Return the workers with an exception of their own, before DataLoader's loop, which would have passed it on.
-
-    So ends a spawned worker that cannot unpickle its dataset, for example.
-    """
-    victims = {(victim.locus.host, victim.locus.pid): victim for victim in workers}
-    return {key: victims[key[:2]] for key in life.exceptions if key[:2] in victims}
 
 
 def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
@@ -396,9 +389,7 @@ def _restart(life: Lifecycle, attempt: int, ranks: list[ProcessKey]) -> Finding:
     first = exceptions[0][1] if exceptions else None
     error = exception_of(life, first) if first else None
     steps = max((step + 1 for key in ranks if (step := last_step(life.tables, key)) is not None), default=0)
-    locus = Locus(host=ranks[0][0], role="main")
-    if first is not None:
-        locus = life.locus(first)
+    locus = Locus(host=ranks[0][0], role="main") if first is None else life.locus(first)
     silent = [key for key in ranks if key not in life.recorded_exits and key not in life.exceptions]
     evidence = [
         fact("attempts_count", life.attempts, "run"),

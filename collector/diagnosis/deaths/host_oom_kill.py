@@ -28,7 +28,7 @@ from collector.diagnosis.run.columns import (
     written,
 )
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
-from collector.diagnosis.run.limit_owner import SLURM_REMEDY, LimitOwner, limit_owner
+from collector.diagnosis.run.limit_owner import SLURM_REMEDY, limit_owner
 from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import iterates, training_end_ns, training_start_ns
@@ -58,18 +58,12 @@ def oom_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
     result: list[Victim] = []
     for victim in candidates:
         kills = max(_oom_kills(tables, victim).values(), default=0)
-        rivals = [other for other in result if _may_coincide(tables, other, victim)]
-        if kills > len(rivals):
+        windows = (end_window(tables, other) for other in result if other.main[0] == victim.main[0])
+        # One kill may explain either of two victims that may have ended at the same time.
+        rivals = sum(begin <= victim.gone_ns and victim.last_seen_ns <= end for begin, end in windows)
+        if kills > rivals:
             result.append(victim)
     return result
-
-
-def _may_coincide(tables: RunTables, victim: Victim, other: Victim) -> bool:
-    """Return whether two victims may have ended at the same time, so that one kill may explain either."""
-    if victim.main[0] != other.main[0]:
-        return False
-    begin, end = end_window(tables, victim)
-    return begin <= other.gone_ns and other.last_seen_ns <= end
 
 
 def end_window(tables: RunTables, victim: Victim) -> tuple[float, float]:
@@ -126,6 +120,7 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
     }
     death = catalogue.OOM_KILL_OF_WORKER if victim.locus.role == "worker" else catalogue.OOM_KILL
     owner = limit_owner(tables, host) if name == "cgroup" and "cgroup_oom_kill_count" in kills else None
+    owned = f" ({owner.words})" if owner else ""
     grown, advice = _growth(tables, victim) or ("", None)
     if advice is not None:
         death = replace(
@@ -144,7 +139,7 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         went_on=victim.went_on,
         what=victim.what,
         last_held=f"; it last held {size(held)}{grown}" if held else "",
-        the_limit=_limit_words(limit, owner),
+        the_limit=f", the limit is {size(limit)}{owned}" if math.isfinite(limit) else "",
         this_one=f" (this one {size(held)})" if held else "",
     )
     return finding if owner is None or owner.remedy is None else _with_remedy(finding, owner.remedy)
@@ -169,12 +164,6 @@ def _growth(tables: RunTables, victim: Victim) -> tuple[str, Advice] | None:
     if len(before) >= _FEW_SAMPLES and held[-1] - before[-1] >= _AT_ONCE_RATIO * grown:
         return f", {size(held[-1] - before[-1])} of it after the last step or batch", catalogue.TAKE_LESS_AT_ONCE
     return f", {size(grown)} of it since training began", catalogue.FIND_KEPT
-
-
-def _limit_words(limit_bytes: float, owner: LimitOwner | None) -> str:
-    if not math.isfinite(limit_bytes):
-        return ""
-    return f", the limit is {size(limit_bytes)}{f' ({owner.words})' if owner else ''}"
 
 
 def _with_remedy(finding: Finding, remedy: str) -> Finding:

@@ -169,17 +169,6 @@ def _timeout(raised: _Raised) -> Cause:
     )
 
 
-def _pickle(raised: _Raised) -> Cause | None:
-    if "multiprocessing" not in raised.trace:
-        return None
-    text = (
-        "Define what the message names at the top level of a module, not as a lambda, in a function or under "
-        "`if __name__`, and open files and connections in the worker; or use multiprocessing_context='fork'"
-    )
-    advice = Advice(text=text, expected="the dataset, its transforms and collate_fn can be sent to the workers")
-    return Cause(advice=(advice,), fault="your code")
-
-
 _CHECK_LIMITS = "Check `ulimit -u` and pids.max of the cgroup (docker: --pids-limit)"
 _FEWER_PROCESSES = Advice(
     text=f"{_CHECK_LIMITS}; lower num_workers or OMP_NUM_THREADS, and wait for child processes that have ended "
@@ -246,15 +235,16 @@ def _archive(raised: _Raised) -> Cause | None:
 
 
 def _collective(raised: _Raised) -> Cause | None:
-    """Explain a collective that another rank left, if that had fewer batches, or came to too late."""
+    """Explain a collective that another rank left, if that had fewer batches, or came to too late.
+
+    Batches say which rank did something else during the timeout.
+    """
     uneven, waited = uneven_ranks(raised.tables), _WAITED.search(raised.text)
     if uneven is not None:
         return Cause(sentence=uneven.sentence, advice=(uneven.advice,), fault="your code", evidence=uneven.evidence)
-    return None if waited is None else _late_rank(raised, int(waited[1]) / 1e3)
-
-
-def _late_rank(raised: _Raised, seconds: float) -> Cause:
-    """Explain a collective that waited longer than its timeout; batches say which rank did something else."""
+    if waited is None:
+        return None
+    seconds = int(waited[1]) / 1e3
     tables, begin_ns, busy = raised.tables, raised.time_ns - seconds * SECOND_NS, []
     for key in lifecycle_of(tables).mains:
         batches = between(written(tables, "batch", key), begin_ns, raised.time_ns)
@@ -297,9 +287,9 @@ def _sender(raised: _Raised) -> Cause | None:
     return _SENDER(raised) if "resource_sharer" in raised.trace or "/torch_" in raised.text else None
 
 
-def _collate(explain: Callable[[_Raised], Cause]) -> Callable[[_Raised], Cause | None]:
-    """Return the explanation of an error that counts where a batch is put together or sent (torch/utils/data)."""
-    return lambda raised: explain(raised) if "utils/data" in raised.trace else None
+def _within(module: str, explain: Callable[[_Raised], Cause]) -> Callable[[_Raised], Cause | None]:
+    """Return the explanation of an error that counts only in this module, such as torch/utils/data."""
+    return lambda raised: explain(raised) if module in raised.trace else None
 
 
 def _known(text: str, expected: str, fault: Fault | None, sentence: str = "") -> Callable[[_Raised], Cause]:
@@ -320,6 +310,12 @@ _KERNEL = _known(
     "the traceback ends in the call that failed",
     "your code",
     sentence=" A kernel failed before that line.",
+)
+_PICKLE = _known(
+    "Define what the message names at the top level of a module, not as a lambda, in a function or under "
+    "`if __name__`, and open files and connections in the worker; or use multiprocessing_context='fork'",
+    "the dataset, its transforms and collate_fn can be sent to the workers",
+    "your code",
 )
 _UNEQUAL_SAMPLES = _known(
     "Give all samples one size in the dataset (pad, crop or resize), or pass a collate_fn that pads each batch",
@@ -468,14 +464,14 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"Expected to have finished reduction in the prior iteration", _UNUSED),
         (r"CUDA error: (?:device-side assert|an illegal memory access)", _KERNEL),
         (r"stack expects each tensor to be equal size|list of batch should be of equal size", _UNEQUAL_SAMPLES),
-        (r"resize storage that is not resizable", _collate(_UNEQUAL_SAMPLES)),
+        (r"resize storage that is not resizable", _within("utils/data", _UNEQUAL_SAMPLES)),
         (
             r"non-leaf tensor which requires_grad|out=\.\.\. arguments don't support automatic diff",
-            _collate(_GRADIENT),
+            _within("utils/data", _GRADIENT),
         ),
         (r"DataLoader timed out", _timeout),
         (r"finished its bootstrapping phase", _MAIN_GUARD),
-        (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _pickle),
+        (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _within("multiprocessing", _PICKLE)),
         (r"unable to lock file", _HDF5_LOCK),
         (r"database is locked", _SQLITE_LOCK),
         (r"MDB_READERS_FULL", _LMDB_READERS),
