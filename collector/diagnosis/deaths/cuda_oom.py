@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.deaths.cuda_errors import ALLOCATED_PEAK, TOTAL, CudaError, cuda_errors, figures_at
-from collector.diagnosis.memory.gpu_growth import has_more_tensors, step_peak_of, tensors_of
+from collector.diagnosis.memory.gpu_growth import step_peak_of, tensor_count_growth, tensors_of
 from collector.diagnosis.run.allocators import Allocator, allocators
 from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import first_sentences
@@ -234,7 +234,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         error=error,
         figures=figures,
         growth=tensors_of(tables, own).growth() if own is not None else None,
-        has_more_tensors=own is not None and has_more_tensors(tables, own),
+        has_more_tensors=own is not None and tensor_count_growth(tables, own) is not None,
         step_growth=step_peak_of(tables, before).growth() if before is not None else None,
         taken_bytes=taken if taken > 0 else math.nan,
         usual_bytes=(top - level) * larger,

@@ -38,12 +38,15 @@ _LEAST_UNEXPLAINED_BYTES = 2**20
 
 def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) -> Finding:
     """Return a leak with its allocation sites if they were recorded, else with the command that finds them."""
-    if (
-        not KINDS[finding.kind].has_allocation_sites or finding.locus.role == "other"
-    ):  # has no hooks that could answer
+    if not KINDS[finding.kind].has_allocation_sites or finding.locus.role == "other":  # without hooks to answer
         return finding
     device = "cpu" if finding.locus.device is None else f"cuda:{finding.locus.device}"
-    snapshots = [grown for grown in tables.grown if _is_of(grown, finding)]
+    place = ("role", "host", "rank", "pid", "loader", "worker")
+    snapshots = [
+        grown
+        for grown in tables.grown
+        if all(getattr(finding.locus, name) in (None, {"role": "main", **grown.event}.get(name)) for name in place)
+    ]
     sites = rank_sites(snapshots[-1], device) if snapshots else ()
     if sites and sites[0].site != _NO_LINE:
         return extended(finding, "", advice=(_cure(sites[0], finding),), held_by=sites)
@@ -96,11 +99,6 @@ def _cure(site: AllocationSite, finding: Finding) -> Advice:
         text=f"Find what keeps the objects from `{site.site}`: a list, dict, cache or closure without bound",
         expected=f"they are freed after their step{rate}",
     )
-
-
-def _is_of(grown: ProcessGrowth, finding: Finding) -> bool:
-    event, names = {"role": "main", **grown.event}, ("role", "host", "rank", "pid", "loader", "worker")
-    return all(getattr(finding.locus, name) in (None, event.get(name)) for name in names)
 
 
 def _allocation_site(lines: list[SiteGrowth], window: str) -> AllocationSite:

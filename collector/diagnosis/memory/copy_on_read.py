@@ -97,7 +97,9 @@ def find_copies(tables: RunTables) -> list[Finding]:
             continue
         main, loader, worker = lives[host, pid]
         parent = sampled(tables, main)
-        rows = rows[floats(rows, "time_ns") < _end_ns(parent)]
+        alive = floats(parent, "alive")
+        if (alive == 0).any():  # from then on, pages that it shared belong to its workers alone, without a copy
+            rows = rows[floats(rows, "time_ns") < floats(parent, "time_ns")[alive == 1].max()]
         if rows.empty:
             continue
         copies = _copies(rows, fetches[(fetches["pid"] == pid) & (fetches["host"] == host)], parent)
@@ -120,15 +122,6 @@ def _forked_lives(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, 
             slot = (main, merged.get(main, {}).get(loader, loader), worker)
             newest.setdefault(slot, []).append(address)
     return {address: slot for slot, addresses in newest.items() for address in addresses[-_LIVES_COUNT:]}
-
-
-def _end_ns(parent: pd.DataFrame) -> float:
-    """Return when a parent was last seen alive; infinite if its end was not seen.
-
-    After it, pages that it shared belong to its workers alone, without a copy.
-    """
-    alive = floats(parent, "alive")
-    return float(floats(parent, "time_ns")[alive == 1].max()) if (alive == 0).any() else math.inf
 
 
 def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:

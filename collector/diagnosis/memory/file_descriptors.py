@@ -92,15 +92,12 @@ def find_descriptors(tables: RunTables) -> list[Finding]:
         place = replace(process.locus, pid=None, worker=None) if process.is_worker else process.locus
         for finding in _judge(tables, process):
             groups.setdefault((finding.kind, place), []).append((process.used_ratio, finding))
-    return [_nearest_to_limit(group) for group in groups.values()]
-
-
-def _nearest_to_limit(group: list[tuple[float, Finding]]) -> Finding:
-    """Return the finding of the process with the highest use, with the number of workers like it."""
-    _, nearest = max(group, key=lambda member: member[0])
-    if nearest.kind == "fd-leak" and len(group) > 1:
-        return extended(nearest, f"{len(group)} workers of this loader do.")
-    return nearest
+    findings = []
+    for group in groups.values():
+        _, nearest = max(group, key=lambda member: member[0])
+        are_several = nearest.kind == "fd-leak" and len(group) > 1
+        findings.append(extended(nearest, f"{len(group)} workers of this loader do." if are_several else ""))
+    return findings
 
 
 def _processes(tables: RunTables) -> Iterator[_Process]:

@@ -103,12 +103,8 @@ def step_peak_of(tables: RunTables, rank: Allocator) -> Use:
     return use_of(tables, rank, "step_peak", in_step)
 
 
-def has_more_tensors(tables: RunTables, rank: Allocator) -> bool:
-    """Return whether the number of live tensors grows; False where it was not read."""
-    return _counts(tables, rank) is not None
-
-
-def _counts(tables: RunTables, rank: Allocator) -> Growth | None:
+def tensor_count_growth(tables: RunTables, rank: Allocator) -> Growth | None:
+    """Return the growth of the number of live tensors, if it grows and was read."""
     # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
     return use_of(tables, rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
 
@@ -121,7 +117,7 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
         told = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
         return [told] if told is not None else []
-    counts = _counts(tables, rank)
+    counts = tensor_count_growth(tables, rank)
     rise = () if counts is None else (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)
     return [leak_finding(resources.TENSORS, GrowingUse(use, trend, rise))]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -244,10 +244,12 @@ def _main_witnesses(
     has_no_forks = np.ptp(forks[times >= trend.since_seconds]) == 0
     if has_no_forks and written_ratio < CONFIRMED:
         return None  # resident, but not written: mapped files, on a kernel that does not count them apart
+    at, demand = demand_series(tables, str(use.locus.host))
+    lasts = at <= times[-1]  # the fall at the end of the process would hide growth before it
     series = {
         "private_dirty_rise_bytes": (times, private),
         "inherited_by_workers_rise_bytes": _inherited(tables, key),
-        "host_demand_rise_bytes": _demand_while(use),
+        "host_demand_rise_bytes": (at[lasts], demand[lasts]),
     }
     witnesses = witnesses_of(trend, series)
     # A host that grows far more does so by other processes: that counts only where private memory was not read.
@@ -255,12 +257,6 @@ def _main_witnesses(
         w for w in witnesses if w.name != "host_demand_rise_bytes" or float(w.value) <= trend.rise / CONFIRMED
     )
     return of_process or (witnesses if math.isnan(written_ratio) else None)
-
-
-def _demand_while(use: Use) -> _Readings:
-    """Return the memory in use on the host of a use, until that ends: the fall then would hide growth before it."""
-    times, demand = demand_series(use.tables, str(use.locus.host))
-    return times[times <= use.times[-1]], demand[times <= use.times[-1]]
 
 
 def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
@@ -359,7 +355,11 @@ def _loader_finding(tables: RunTables, place: Locus, workers: _Workers) -> Findi
         if mean is not None and trend is None and _is_of_all(workers):
             return None  # by its noise, one of them passed for a leak
         return _loader_leak(tables, place, workers)
-    return _young_loader(workers.young) if workers.young else None
+    if not workers.young:
+        return None
+    most = max(workers.young.values(), key=_rise)
+    grows = _subject(workers.young, most.use, "grow")
+    return young_finding(most, negligible=negligible_bytes(most.use.values), grows=grows)
 
 
 def _mean_of(place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]) -> Use | None:
@@ -407,13 +407,6 @@ def _loader_filling(
     return bounded_finding(mean, filling, (witness,), fills=fills)
 
 
-def _young_loader(of_workers: Mapping[int, GrowingUse]) -> Finding:
-    """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
-    most = max(of_workers.values(), key=_rise)
-    grows = _subject(of_workers, most.use, "grow")
-    return young_finding(most, negligible=negligible_bytes(most.use.values), grows=grows)
-
-
 def _subject(of_workers: Collection[int], use: Use, verb: str) -> str:
     """Return subject and verb of a sentence on some workers of a loader."""
     workers = f"{listed(sorted(of_workers))} of loader {use.locus.loader}"
@@ -435,7 +428,9 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
     if any(leak.witnesses for leak in leaks) and not any(leak.witnesses for leak in unbounded):
         unbounded = []  # what is confirmed is bounded
     leaks = unbounded or leaks
-    total = _total([leak.rate for leak in leaks])
+    rates = [leak.rate for leak in leaks]
+    value, low, high = (sum(getattr(rate, name) for rate in rates) for name in ("value", "low", "high"))
+    total = Rate(value=value, low=low, high=high, unit=rates[0].unit)
     workers = sorted({leak.use.locus.worker for leak in leaks if leak.use.locus.worker is not None})
     shown = max(leaks, key=lambda leak: (bool(leak.witnesses), _rise(leak)))
     most, names, are_several = max(leaks, key=_rise), listed(workers), len(workers) > 1
@@ -450,7 +445,9 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
     )
     if shown.use.locus.worker is not None:
         finding = _with_threads(finding, shown.use, of_loader.threads[shown.use.locus.worker])
-    until_then = (resources.END_WORKERS,) if shown.witnesses and unbounded and _stay(tables, place) else ()
+    settings = (event for event in tables.events_of("loader") if event["host"] == place.host)
+    outlive_epochs = any(one.get("persistent_workers") for one in settings if one.get("loader") == place.loader)
+    until_then = (resources.END_WORKERS,) if shown.witnesses and unbounded and outlive_epochs else ()
     return replace(
         finding,
         advice=(*finding.advice, *until_then),
@@ -461,19 +458,8 @@ def _loader_leak(tables: RunTables, place: Locus, of_loader: _Workers) -> Findin
     )
 
 
-def _total(rates: Sequence[Rate]) -> Rate:
-    value, low, high = (sum(getattr(rate, name) for rate in rates) for name in ("value", "low", "high"))
-    return Rate(value=value, low=low, high=high, unit=rates[0].unit)
-
-
 def _rise(leak: GrowingUse) -> float:
     return leak.trend.rise
-
-
-def _stay(tables: RunTables, place: Locus) -> bool:
-    """Return whether the workers of a loader outlive its epochs."""
-    loaders = (event for event in tables.events_of("loader") if event["host"] == place.host)
-    return any(event.get("persistent_workers") for event in loaders if event.get("loader") == place.loader)
 
 
 def _use_of(

@@ -119,11 +119,15 @@ def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | No
     if trend is None:
         return None
     growing = GrowingUse(use, trend)
-    is_of_others = _run_rise_bytes(growing) < _RUN_SHARE_RATIO * trend.rise
+    run_rise = rise_since(use.times, _run_bytes(use), trend)
+    is_of_others = run_rise < _RUN_SHARE_RATIO * trend.rise
+    witnesses = _pressure(tables, host)
+    if math.isfinite(run_rise):
+        witnesses = (fact("run_processes_rise_bytes", round(run_rise), growing.window, n=trend.n), *witnesses)
     return Course(
         what="Host memory",
         resource=HOST_MEMORY_OF_OTHERS if is_of_others else _resource(tables, host),
-        growing=replace(growing, witnesses=_witnesses(tables, host, growing)),
+        growing=replace(growing, witnesses=witnesses),
         limit=bound,
         reserve=reserve,
         filling=filling,
@@ -138,15 +142,14 @@ def _resource(tables: RunTables, host: str) -> Resource:
 def _matters(course: Course, copies: Sequence[Finding]) -> bool:
     trend, limit, used = course.growing.trend, course.limit.value, current_level(course.growing.use.values)
     copy_rate = sum(finding.rate.value for finding in copies if finding.rate)
-    uncopied_bytes = sum(_uncopied_bytes(finding) for finding in copies)
+    uncopied_bytes = sum(
+        max(0.0, finding.limit.value - (finding.value_of("worker_copied_bytes") or 0.0))
+        for finding in copies
+        if finding.limit
+    )
     if copy_rate >= _RUN_SHARE_RATIO * trend.slope and used + uncopied_bytes < limit:
         return False  # copying ends before the limit
     return course.resource is not HOST_MEMORY_OF_OTHERS or used >= _NEAR_RATIO * limit
-
-
-def _uncopied_bytes(finding: Finding) -> float:
-    copied = sum(float(e.value) for e in finding.evidence if e.name == "worker_copied_bytes")
-    return max(0.0, finding.limit.value - copied) if finding.limit else 0.0
 
 
 def _run_bytes(use: Use) -> Floats:
@@ -169,11 +172,6 @@ def _run_bytes(use: Use) -> Floats:
         return total
 
     return tables.once((_run_bytes, host, float(times[0]), len(times)), find)
-
-
-def _run_rise_bytes(growing: GrowingUse) -> float:
-    """Return the rise of the run's processes in the window of a growth, NaN if they have too few samples."""
-    return rise_since(growing.use.times, _run_bytes(growing.use), growing.trend)
 
 
 def _freed(growing: GrowingUse) -> tuple[ProcessKey, float, int] | None:
@@ -203,13 +201,6 @@ def _with_freed(risk: Finding, growing: GrowingUse) -> Finding:
         fact("freed_rise_bytes", round(rise), "same window", n=n),
         advice=(GIVE_BACK_FREED,),
     )
-
-
-def _witnesses(tables: RunTables, host: str, growing: GrowingUse) -> tuple[Evidence, ...]:
-    rise, pressure = _run_rise_bytes(growing), _pressure(tables, host)
-    if not math.isfinite(rise):
-        return pressure
-    return (fact("run_processes_rise_bytes", round(rise), growing.window, n=growing.trend.n), *pressure)
 
 
 def _nearly_full(use: Use, limit: Limit) -> Finding | None:

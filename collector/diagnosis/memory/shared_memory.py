@@ -159,7 +159,10 @@ def _growth_of_others(
 ) -> list[Finding]:
     """Return the findings on a growth that the run does not show; information if the run makes no shared memory."""
     tables, host = growing.use.tables, str(growing.use.locus.host)
-    is_foreign = peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES and not _has_segments(tables, host)
+    # A process that makes named segments may map each for a moment only.
+    programs = [program for key, program in lifecycle_of(tables).programs.items() if key[0] == host]
+    has_segments = any(_TRACKER in program for program in programs)
+    is_foreign = peak(mapped[1]) < _NO_SHARED_MEMORY_BYTES and not has_segments
     findings = _exhaustion(growing, memory)
     if is_foreign:  # nothing to do as long as it is far from full
         findings = [finding for finding in findings if finding.severity != "info"]
@@ -208,11 +211,6 @@ def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     rows = while_training(tables, sampled_on(tables, host))
     mapped = rows.groupby("time_ns")["shm_bytes"].sum(min_count=1)
     return mapped.index.to_numpy(dtype=float) / SECOND_NS, mapped.to_numpy(dtype=float)
-
-
-def _has_segments(tables: RunTables, host: str) -> bool:
-    """Return whether a process of the run made named segments, even if it maps each for a moment only."""
-    return any(_TRACKER in program for key, program in lifecycle_of(tables).programs.items() if key[0] == host)
 
 
 def _holder(growing: GrowingUse) -> ProcessKey | None:
