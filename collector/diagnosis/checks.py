@@ -42,7 +42,11 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     obstacle = _CHECKS[name](tables)
     if obstacle and name in _OF_HOOKS and life.watched and not life.mains:
         obstacle = "watched from outside"
-    found = [finding for finding in findings if _leads_to(name, finding)]
+    found = [
+        finding
+        for finding in findings
+        if name in (*KINDS[finding.kind].checks, _OF_PROCESS.get((finding.kind, finding.locus.role)))
+    ]
     if any(finding.severity != "info" or finding.consequence_of for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
     suspects = [finding for finding in findings if name in KINDS[finding.suspected].checks and finding not in found]
@@ -54,12 +58,6 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     if obstacle:
         return Check(name=name, status="not judged", reason=obstacle)
     return Check(name=name, status="fine", reason=_PARTS[name](tables) if name in _PARTS else "")
-
-
-def _leads_to(name: str, finding: Finding) -> bool:
-    """Return whether a check leads to a finding, by its kind or by its kind and process."""
-    of_process = _OF_PROCESS.get((finding.kind, finding.locus.role))
-    return name in KINDS[finding.kind].checks or name == of_process
 
 
 def _end(tables: RunTables) -> str:
@@ -127,10 +125,6 @@ def _loading(tables: RunTables) -> str:
     return _too_few(max(len(loop.batches) for loop in found), MIN_BATCHES, "batches")
 
 
-def _ranks(tables: RunTables) -> str:
-    return "" if len(lifecycle_of(tables).mains) > 1 else "one training process"
-
-
 #: Name of a check -> what keeps it from being made. `tidegauge.kinds` has the findings that it leads to.
 _CHECKS: dict[str, Callable[[RunTables], str]] = {
     "how the run ended": _end,
@@ -142,7 +136,7 @@ _CHECKS: dict[str, Callable[[RunTables], str]] = {
     "GPU memory": _devices,
     "data loading": _loading,
     "pauses of the training": lambda tables: _too_few(len(tables.stream("step")), LEAST_STEPS, "steps"),
-    "ranks": _ranks,
+    "ranks": lambda tables: "" if len(lifecycle_of(tables).mains) > 1 else "one training process",
     "records": lambda _: "",
 }
 #: Name of a check -> the part of its subject that it saw, if not all of it.

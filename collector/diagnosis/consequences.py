@@ -42,7 +42,9 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     information, too. A loader with a worker that hangs is not healthy. A training that hung until someone ended it
     ended since it hung.
     """
-    if finding.is_healthy and any(_hangs_for(hang, finding) for hang in findings):
+    place = finding.locus.rank, finding.locus.loader
+    hanging = [one.locus for one in findings if one.kind == "hang" and one.locus.role == "worker"]
+    if finding.is_healthy and any(place == (locus.rank, locus.loader) for locus in hanging):
         return None
     is_leak = finding.kind == "main-heap-leak"
     is_doubt = finding.kind == "cannot-tell" and finding.rate is not None
@@ -76,13 +78,6 @@ def _hung(findings: list[Finding], end: Finding) -> bool:
     return end.locus.role != "collector" and any(
         (one.kind, one.locus.host) == ("hang", end.locus.host) for one in findings
     )
-
-
-def _hangs_for(hang: Finding, healthy: Finding) -> bool:
-    """Return whether a worker of the loader of a healthy finding hangs."""
-    place = (hang.locus.rank, hang.locus.loader)
-    is_of_worker = hang.kind == "hang" and hang.locus.role == "worker"
-    return is_of_worker and place == (healthy.locus.rank, healthy.locus.loader)
 
 
 def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:

@@ -253,7 +253,9 @@ def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:
                 continue
             whose = "this cgroup" if kills["cgroup"][place] else "this host"
             words = f"The kernel killed a process of {whose}: out of memory."
-            yield _first_end(tables, times[place], times[place + 1]), words
+            ends = (float(event["time_ns"]) for event in tables.events_of("worker-died", "command-exit"))
+            within = (end for end in ends if times[place] < end < times[place + 1])
+            yield min(within, default=times[place + 1]), words
 
 
 def _precaution(event: Mapping[str, Any]) -> str:
@@ -265,12 +267,6 @@ def _precaution(event: Mapping[str, Any]) -> str:
     }.get(action, f"sent {action} to {counted(len(pids), 'process')}")
     near = "was nearly met" if left is None else f"was at least {duration(float(left))} away"
     return f"Tidegauge {done}: the limit {event.get('limit')} {near}."
-
-
-def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
-    """Return the time of the first recorded end of a process between two samples, else that of the second."""
-    ends = (float(event["time_ns"]) for event in tables.events_of("worker-died", "command-exit"))
-    return min((end for end in ends if begin_ns < end < end_ns), default=end_ns)
 
 
 def _short(line: str) -> str:

@@ -134,7 +134,8 @@ def throughput_ratio(tables: RunTables, baseline: RunTables) -> ThroughputRatio:
     processes = [len(lifecycle_of(each).mains) for each in (tables, baseline)]
     if processes[0] != processes[1]:
         return ThroughputRatio(reason=f"{processes[0]} training processes, {processes[1]} in the baseline")
-    steps = [_steps(each) for each in (tables, baseline)]
+    rows = [_steady_steps(each) for each in (tables, baseline)]
+    steps = [(floats(each, "duration_ns"), floats(each, "samples_count")) for each in rows]
     needed = _PARTS_COUNT * _LEAST_STEPS_PER_PART
     for (durations, _), whose in zip(steps, ("", " of the baseline"), strict=True):
         if len(durations) < needed:
@@ -148,12 +149,6 @@ def throughput_ratio(tables: RunTables, baseline: RunTables) -> ThroughputRatio:
         return ThroughputRatio(reason="no samples were recorded in a part of a run")
     value, low, high = rate_ratio(*rates)
     return ThroughputRatio(value=value, low=low, high=high, n=len(steps[0][0]))
-
-
-def _steps(tables: RunTables) -> tuple[Floats, Floats]:
-    """Return durations (ns) and samples of the steps after the warm-up, of the process with the most steps."""
-    rows = _steady_steps(tables)
-    return floats(rows, "duration_ns"), floats(rows, "samples_count")
 
 
 def _steady_steps(tables: RunTables) -> pd.DataFrame:

@@ -191,7 +191,9 @@ class Process:
         calls = [*takewhile(lambda frame: not frame.is_own, self.main.frames)]
         found = (words for name, paths, words in _AWAITED if any(is_in(frame, name, paths) for frame in calls))
         awaited = next(found, None)
-        if awaited == AWAITS_POOL and any(is_in(frame, "worker", _POOL_PATHS) for frame in self._all_frames):
+        if awaited == AWAITS_POOL and any(
+            is_in(frame, "worker", _POOL_PATHS) for stack in self.threads for frame in stack.frames
+        ):
             return AWAITS_TASK  # a ThreadPool
         return awaited
 
@@ -238,10 +240,6 @@ class Process:
     @property
     def _others(self) -> Iterator[Stack]:
         return (stack for stack in self.threads if stack.thread != MAIN_THREAD)
-
-    @property
-    def _all_frames(self) -> Iterator[Frame]:
-        return (frame for stack in self.threads for frame in stack.frames)
 
     def evidence(self, dumps_count: int, waits: str | None) -> list[Evidence]:
         """Return where it stands, what it waits for, and its share of a core."""

@@ -259,13 +259,11 @@ def _within(series: _Series, begins: Floats, ends: Floats) -> Iterator[Frames | 
     """Yield the training process's stacks within the pauses, where it neither computes nor loads."""
     for time, stack in zip(series.times, series.main, strict=True):
         place = int(np.searchsorted(ends, time))
-        if stack and place < len(ends) and begins[place] <= time and not _is_work(stack):
+        if not stack or place == len(ends) or time < begins[place]:
+            continue
+        inner = stack[-1 - next((depth for depth, frame in enumerate(reversed(stack)) if frame.is_own), 0) :]
+        if not any(path in frame.path for frame in inner for path in _WORK_PATHS):
             yield stack
-
-
-def _is_work(stack: Frames) -> bool:
-    inner = stack[-1 - next((depth for depth, frame in enumerate(reversed(stack)) if frame.is_own), 0) :]
-    return any(path in frame.path for frame in inner for path in _WORK_PATHS)
 
 
 def _at_work(series: _Series) -> Iterator[Frames | None]:

@@ -59,7 +59,12 @@ def lanes(breakdown: WaitBreakdown, rounds: int = ROUNDS) -> Lanes | None:
     last = int(sums.to_numpy(na_value=-1.0).argmax())
     rows = waits.iloc[last - width + 1 : last + 1]
     begin, end = float(rows["asked_ns"].iloc[0]), float(rows["yield_ns"].iloc[-1])
-    parts = [*_loop_bars(rows), *_worker_bars(breakdown, begin, end)]
+    of_batch = np.nan, rows["index"], rows["worker"]
+    parts = [
+        _bars("wait", *of_batch, rows["asked_ns"], rows["yield_ns"]),
+        _bars("work", *of_batch, rows["yield_ns"], rows["asked_ns"].shift(-1)),
+        *_worker_bars(breakdown, begin, end),
+    ]
     bars = pd.concat(parts, ignore_index=True).dropna(subset=["begin_ns", "end_ns"])
     bars["begin_ns"], bars["end_ns"] = bars["begin_ns"].clip(begin, end), bars["end_ns"].clip(begin, end)
     bars = bars[bars["end_ns"] > bars["begin_ns"]]
@@ -68,12 +73,6 @@ def lanes(breakdown: WaitBreakdown, rounds: int = ROUNDS) -> Lanes | None:
         (bars["end_ns"] - bars["begin_ns"]) / MS_NS,
     )
     return Lanes(begin_ns=begin, end_ns=end, bars=bars.drop(columns=["begin_ns", "end_ns"]))
-
-
-def _loop_bars(rows: pd.DataFrame) -> list[pd.DataFrame]:
-    by = rows["worker"]
-    work = _bars("work", np.nan, rows["index"], by, rows["yield_ns"], rows["asked_ns"].shift(-1))
-    return [_bars("wait", np.nan, rows["index"], by, rows["asked_ns"], rows["yield_ns"]), work]
 
 
 def _worker_bars(breakdown: WaitBreakdown, begin: float, end: float) -> list[pd.DataFrame]:

@@ -142,7 +142,8 @@ def worker_limit(loop: Loop, worker: int | None = None, *, fetches: pd.DataFrame
     if queued >= _QUEUED and is_larger and (worker is None or _queues_more(loop, worker)):
         in_use = _cores_of_run(loop, rows)
         are_free = cores_are_free(loop.tables, loop.main[0], float(times.min()), float(times.max()))
-        by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(loop), are_free=are_free)
+        allowed = peak(floats(_samples(loop, loop.fetches), "allowed_cores_count"))
+        by, because = _limit_by_cores(queued, in_use, cores, allowed, are_free=are_free)
         others = by == "oversubscribed" and in_use < CORES_FILLED * cores
         waits_for = None
     return WorkerLimit(
@@ -204,11 +205,6 @@ def cores_per_rank(tables: RunTables, host: str) -> float:
 def ranks_count(tables: RunTables, host: str) -> int:
     """Return the number of training processes on a host, one at least."""
     return max(sum(key[0] == host for key in lifecycle_of(tables).mains), 1)
-
-
-def _allowed_cores(loop: Loop) -> float:
-    """Return the most cores that the affinity of a worker of the loop allows, NaN if unknown."""
-    return peak(floats(_samples(loop, loop.fetches), "allowed_cores_count"))
 
 
 def _samples(loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 
 from collector.diagnosis.run.columns import floats, host_samples, last, seconds
 from collector.diagnosis.run.tables import RunTables
@@ -31,14 +30,10 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
         anon = floats(samples, "cgroup_anon_bytes")
         if np.isfinite(anon).any():
             demand = anon + np.nan_to_num(floats(samples, "cgroup_shmem_bytes"))
-    return times, demand - _verdict_bytes(tables, samples)
-
-
-def _verdict_bytes(tables: RunTables, samples: pd.DataFrame) -> Floats:
-    """Return the memory of a verdict at each sample of a host: the collector records both in one tick."""
+    # The collector records the memory of a verdict in the tick of the host's sample.
     agent = tables.stream("agent")[["host", "time_ns", "verdict_anon_bytes"]]
     joined = samples[["host", "time_ns"]].merge(agent.drop_duplicates(["host", "time_ns"]), "left")
-    return np.nan_to_num(floats(joined, "verdict_anon_bytes"))
+    return times, demand - np.nan_to_num(floats(joined, "verdict_anon_bytes"))
 
 
 def kernel_bytes(tables: RunTables, host: str) -> float:

@@ -160,13 +160,17 @@ def load_tables(run: Run) -> RunTables:
         streams["step"], totals["step"], other_steps = _counted_steps(snapshot, totals["step"])
         now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
     grown, damaged = read_growths(run, events)
+    left = {
+        (event["host"], process["pid"], process["start_ticks"])
+        for event in events
+        if event["kind"] == "left-running"
+        for process in event["processes"]
+    }
     return RunTables(
         manifest=manifest,
         events=events,
         streams=streams,
-        living=living_processes(
-            run, command_and_collector(manifest).union(map(writer_of, events), _left_running(events))
-        ),
+        living=living_processes(run, command_and_collector(manifest).union(map(writer_of, events), left)),
         now_ns=now_ns,
         lost_count=lost_count,
         totals=totals,
@@ -319,13 +323,6 @@ def as_events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _optional_int(value: float) -> int | None:
     return None if pd.isna(value) else int(value)
-
-
-def _left_running(events: Iterable[Mapping[str, Any]]) -> Iterator[ProcessKey]:
-    for event in events:
-        if event["kind"] == "left-running":
-            for process in event["processes"]:
-                yield event["host"], process["pid"], process["start_ticks"]
 
 
 def writer_of(event: Mapping[str, Any]) -> ProcessKey:

@@ -351,7 +351,8 @@ def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
     advice = Advice(
         text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as an "
         "array or list, and let the dataset look up what an index means",
-        expected=f"{_without(steady, waits.sampler_seconds)}; more workers do not help",
+        expected=f"up to {_batches_per_second(steady.interval - waits.sampler_seconds)} instead of "
+        f"{number(1 / steady.interval)}; more workers do not help",
     )
     return Finding(
         kind="sampler-bound",
@@ -468,11 +469,6 @@ def waits_in_words(steady: Pace) -> str:
         return f"{percent(steady.wait_ratio)} of its time"
     parts = f"{percent(steady.starved_ratio)} until a batch is made, {percent(transfer_ratio)} for its transfer"
     return f"{percent(steady.wait_ratio)} of its time ({parts})"
-
-
-def _without(steady: Pace, less_seconds: float) -> str:
-    """Return the highest throughput if a batch took less time, in words."""
-    return f"up to {_batches_per_second(steady.interval - less_seconds)} instead of {number(1 / steady.interval)}"
 
 
 def _without_copies(steady: Pace, waits: HandOver) -> str:

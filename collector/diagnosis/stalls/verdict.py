@@ -34,7 +34,6 @@ from collector.diagnosis.stalls.epoch_start import (
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
-from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.statistics.jumps import jump, rises
 from collector.findings import Finding, extended
 from collector.units import count, duration, percent
@@ -283,7 +282,8 @@ def _epoch_costs(loop: Loop, steady: Pace | None) -> list[Finding]:
         causes if loop.num_workers else ((first_batch_of_epochs, ["refill"], _MIN_STARTS, later),)
     ):
         seconds = rows[columns].to_numpy(dtype=np.float64).sum(axis=1)
-        if len(rows) >= least and _is_certain(seconds):
+        # The mean is certain if it is more than twice its standard error.
+        if len(rows) >= least and seconds.mean() > 2 * seconds.std(ddof=1) / math.sqrt(len(seconds)):
             starts = EpochStarts.of(loop, rows, float(seconds.sum()) * epochs_count / len(later))
             if starts.loss.ratio >= LEAST_LOST_RATIO:
                 costs.append((starts.loss.ratio, finding_of(starts)))
@@ -295,11 +295,6 @@ def _epoch_costs(loop: Loop, steady: Pace | None) -> list[Finding]:
             finding = startup_of_short_run(starts, workers_stay=workers_stay)
             costs.append((starts.loss.ratio, finding))
     return [finding for _, finding in sorted(costs, key=lambda ranked: -ranked[0])]
-
-
-def _is_certain(seconds: Floats) -> bool:
-    """Return whether the mean is more than twice its standard error."""
-    return float(seconds.mean()) > 2 * float(seconds.std(ddof=1)) / math.sqrt(len(seconds))
 
 
 def _is_collate_bound(loop: Loop, steady: Pace) -> bool:

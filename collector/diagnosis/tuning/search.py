@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,19 +105,16 @@ def nearby_settings(own: Setting, cores: float) -> list[Setting]:
 def _may_gain(candidate: Candidate, outcomes: Sequence[Outcome]) -> bool:
     """Return False if a setting was tried, needs memory that ran out, or lies in a direction without gains."""
     own, setting = outcomes[0].setting, candidate.setting
-    if any(outcome.setting == setting or _needs_no_less(setting, outcome) for outcome in outcomes):
+    if any(outcome.setting == setting for outcome in outcomes):
+        return False
+    too_large = [outcome.setting for outcome in outcomes if not outcome.fits]
+    if any(setting.num_workers >= one.num_workers and setting.in_flight >= one.in_flight for one in too_large):
         return False
     direction, gains = _direction(setting, own), _gains(outcomes)
     if direction and (-direction, True) in gains:
         return False
     recent = [has_gained for way, has_gained in gains if way == direction][-_MISSES:]
     return recent != [False] * _MISSES
-
-
-def _needs_no_less(setting: Setting, outcome: Outcome) -> bool:
-    """Return True if a trial ran out of memory that this setting needs as well."""
-    tried = outcome.setting
-    return not outcome.fits and setting.num_workers >= tried.num_workers and setting.in_flight >= tried.in_flight
 
 
 def _direction(setting: Setting, own: Setting) -> int:
@@ -128,14 +124,8 @@ def _direction(setting: Setting, own: Setting) -> int:
 
 def _gains(outcomes: Sequence[Outcome]) -> list[tuple[int, bool]]:
     """Return the direction of each trial, and True if it was faster than all before by what makes it worth it."""
-    own = outcomes[0].setting
-    return [
-        (_direction(outcome.setting, own), outcome.batches_per_second >= WORTH * _fastest(outcomes[:place]))
-        for place, outcome in enumerate(outcomes)
-        if place
-    ]
-
-
-def _fastest(outcomes: Sequence[Outcome]) -> float:
-    rates = [outcome.batches_per_second for outcome in outcomes]
-    return max(filter(math.isfinite, rates), default=0.0)
+    own, fastest, gains = outcomes[0].setting, 0.0, []
+    for outcome in outcomes:
+        gains.append((_direction(outcome.setting, own), outcome.batches_per_second >= WORTH * fastest))
+        fastest = max(fastest, outcome.batches_per_second)  # `max` ignores a throughput that is not known (NaN)
+    return gains[1:]

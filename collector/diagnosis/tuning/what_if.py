@@ -14,9 +14,10 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.worker_limit import cores_per_rank
+from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.calibration import Calibration, calibrate
 from collector.diagnosis.tuning.loader_memory import LoaderMemory, loader_memory
-from collector.diagnosis.tuning.replay import Prediction, Setting, Trace, predict, throughputs
+from collector.diagnosis.tuning.replay import Prediction, Setting, predict, throughputs
 from collector.units import number
 
 #: Error of the model in nine of ten cases, as a logarithm; the second where no worker ran yet.
@@ -169,6 +170,8 @@ def forecast(loop: Loop, limits: Limits = NO_LIMITS) -> Forecast | str:
         left = min(measured.trace.cores, max(1.0, cores - limits.taken_cores))
         measured = dataclasses.replace(measured, trace=dataclasses.replace(measured.trace, cores=left))
     options = _options(measured, memory, error, cores, settings)
+    trace = measured.trace
+    strained = dataclasses.replace(trace, cpu=trace.cpu * _STRAIN, blocked=trace.blocked * _STRAIN)
     return Forecast(
         measured=measured,
         error=error,
@@ -176,7 +179,7 @@ def forecast(loop: Loop, limits: Limits = NO_LIMITS) -> Forecast | str:
         cores=cores,
         current=next(option for option in options if option.setting == measured.setting),
         options=tuple(options),
-        best=_best(options, _strained(measured.trace, settings), measured, memory),
+        best=_best(options, throughputs(strained, settings), measured, memory),
     )
 
 
@@ -255,17 +258,11 @@ def _rate(prediction: Prediction, current: Setting, error: float) -> Rate:
     return Rate(batches_per_second=prediction.batches_per_second, low=low, high=high)
 
 
-def _strained(trace: Trace, settings: list[Setting]) -> list[float]:
-    """Return the batches per second of each setting if fetches took somewhat longer than in the run."""
-    strained = dataclasses.replace(trace, cpu=trace.cpu * _STRAIN, blocked=trace.blocked * _STRAIN)
-    return [float(rate) for rate in throughputs(strained, settings)]
-
-
 def _best(
-    options: list[Option], strained: list[float], measured: Calibration, memory: LoaderMemory
+    options: list[Option], strained_rates: Floats, measured: Calibration, memory: LoaderMemory
 ) -> Option | None:
     """Return, among the options as good as the best that fits, the one of least memory, then of fewest workers."""
-    fitting = [(option, rate) for option, rate in zip(options, strained, strict=True) if option.fits]
+    fitting = [(option, rate) for option, rate in zip(options, strained_rates, strict=True) if option.fits]
     enough = _AS_GOOD * max(rate for _, rate in fitting)
 
     def cost(option: Option) -> tuple[float, int, float]:
