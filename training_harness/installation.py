@@ -42,33 +42,14 @@ _progress = Progress()
 _hooks: dict[str, Hook] = {}
 
 
-def _install_fastai() -> Hook | None:
-    step_hook = _hooks.get("step")
-    return steps.install_fastai(step_hook) if isinstance(step_hook, steps.StepHook) else None
+def _beyond(name: str, install: Callable[..., Hook | None], *arguments: Any) -> Callable[[], Hook | None]:
+    """Return the installer of a hook that needs the hook of this name, and is left out without it."""
 
+    def install_beyond() -> Hook | None:
+        base = _hooks.get(name)
+        return None if base is None else install(base, *arguments)
 
-def _install_graphs() -> Hook | None:
-    step_hook = _hooks.get("step")
-    return cuda_graphs.install(step_hook) if isinstance(step_hook, steps.StepHook) else None
-
-
-def _install_auto_setting() -> Hook | None:
-    loaders = _hooks.get("batch")
-    return auto_setting.install(loaders) if isinstance(loaders, LoaderHook) else None
-
-
-def _install_stateful_epochs() -> Hook | None:
-    loaders = _hooks.get("batch")
-    if not isinstance(loaders, LoaderHook):
-        return None
-    return iterators.install_epochs(loaders, _STATEFUL, "StatefulDataLoader")
-
-
-def _install_compiled_passes() -> Hook | None:
-    passes = _hooks.get("forward")
-    if not isinstance(passes, forward_passes.ForwardHook):
-        return None
-    return forward_passes.install_compiled(passes, _progress)
+    return install_beyond
 
 
 def _install_stages() -> Hook | None:
@@ -146,11 +127,11 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "trial": (partial(trial.install, _DATALOADER, "DataLoader"), {_DATALOADER}),
     "batch": (partial(iterators.install, _progress), {_DATALOADER}),
     "loader site": (loader_ids.install, {_DATALOADER}),
-    "loader setting": (_install_auto_setting, {_DATALOADER}),
+    "loader setting": (_beyond("batch", auto_setting.install), {_DATALOADER}),
     "forward": (partial(forward_passes.install, _progress), {forward_passes.MODULE, _COMPILER}),
     "stage:torch": (_install_stages, {_DATALOADER, _COMPILER}),
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
-    "cuda_graph": (_install_graphs, {"torch.optim.optimizer", _COMPILER}),
+    "cuda_graph": (_beyond("step", cuda_graphs.install), {"torch.optim.optimizer", _COMPILER}),
     "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
     "cuda_oom": (partial(cuda_oom.install, _progress), {_COMPILER}),
     "checkpoint": (checkpoints.install, {"torch.optim.optimizer", _COMPILER}),
@@ -162,11 +143,17 @@ HOOKS |= {
     if module != "torch"
 }
 HOOKS["trial:torchdata"] = (partial(trial.install, _STATEFUL, "StatefulDataLoader"), {_STATEFUL})
-HOOKS["epochs:torchdata"] = (_install_stateful_epochs, {_STATEFUL})
+HOOKS["epochs:torchdata"] = (
+    _beyond("batch", iterators.install_epochs, _STATEFUL, "StatefulDataLoader"),
+    {_STATEFUL},
+)
 HOOKS["compiler"] = (compiler.install, {forward_passes.EVAL_FRAME})
 HOOKS["compilation"] = (partial(compilations.install, _progress), {forward_passes.EVAL_FRAME})
-HOOKS["step:fastai"] = (_install_fastai, {steps.FASTAI})
-HOOKS["forward:compiled"] = (_install_compiled_passes, {forward_passes.EVAL_FRAME})
+HOOKS["step:fastai"] = (_beyond("step", steps.install_fastai), {steps.FASTAI})
+HOOKS["forward:compiled"] = (
+    _beyond("forward", forward_passes.install_compiled, _progress),
+    {forward_passes.EVAL_FRAME},
+)
 #: Modules whose import makes a hook possible.
 TRIGGERS = frozenset[str]().union(*(needs for _, needs in HOOKS.values()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -54,21 +55,14 @@ def figures_of(run: ExaminedRun, baseline: ExaminedRun | None, names: Iterable[s
     return {name: FIGURES[name](run, baseline) for name in names}
 
 
-def _peak(run: ExaminedRun, _: ExaminedRun | None) -> Figure:
+def _peak(run: ExaminedRun, _: ExaminedRun | None, *, on_gpu: bool = False) -> Figure:
+    peak = run.verdict.summary["peak"]["device_reserved_bytes" if on_gpu else "run_pss_bytes"]
+    lacks = "no memory of a GPU was recorded" if on_gpu else "the memory of its processes was not read"
     return Figure(
-        value=(peak := run.verdict.summary["peak"]["run_pss_bytes"]),
-        n=None if peak is None else run.tables.rows_count("process"),
-        reason="" if peak is not None else "the memory of its processes was not read",
-        finding=_first(run, "memory leak", "memory forecast", on_gpu=False),
-    )
-
-
-def _gpu_peak(run: ExaminedRun, _: ExaminedRun | None) -> Figure:
-    return Figure(
-        value=(peak := run.verdict.summary["peak"]["device_reserved_bytes"]),
-        n=None if peak is None else run.tables.rows_count("device_memory"),
-        reason="" if peak is not None else "no memory of a GPU was recorded",
-        finding=_first(run, "memory leak", "memory forecast", on_gpu=True),
+        value=peak,
+        n=None if peak is None else run.tables.rows_count("device_memory" if on_gpu else "process"),
+        reason="" if peak is not None else lacks,
+        finding=_first(run, "memory leak", "memory forecast", on_gpu=on_gpu),
     )
 
 
@@ -144,7 +138,7 @@ def _first(run: ExaminedRun, *groups: str, on_gpu: bool | None = None) -> Findin
 #: Name of a measure -> its figure of a run.
 FIGURES: dict[str, Callable[[ExaminedRun, ExaminedRun | None], Figure]] = {
     "max_peak": _peak,
-    "max_gpu_peak": _gpu_peak,
+    "max_gpu_peak": partial(_peak, on_gpu=True),
     "max_growth": _growth,
     "max_data_wait": _data_wait,
     "min_throughput": _throughput,

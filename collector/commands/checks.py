@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from collector.agent.launch import child_environment
@@ -27,6 +27,7 @@ from collector.agent.samplers.samples import Sample
 from collector.agent.samplers.stack_dumps import StackError, read_stacks
 from collector.errors import TidegaugeError
 from collector.findings import Locus
+from collector.report.terminal import grid
 from collector.units import counted, percent, size
 from training_harness.layout import STORE_VARIABLE, create_run
 from training_harness.ptracer import COLLECTOR_VARIABLE, RESTRICTED, process_name, ptrace_scope
@@ -120,10 +121,7 @@ def check_all(home: Path, python: str) -> list[Check]:
 
 def checks_table(checks: Iterable[Check]) -> Table:
     """Draw one row per check; its status is a word, not the colour alone."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", max_width=24, overflow="fold")
-    table.add_column()
+    table = grid(Column(no_wrap=True), Column(style="bold", max_width=24, overflow="fold"), Column())
     for check in checks:
         if check.remedy is None:
             table.add_row(Text("✔ ok", style="green"), check.name, check.detail)
@@ -172,7 +170,11 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
         yield Check("hooks", "a training of two steps reported nothing", remedy)
         return
     yield Check("torch", str(start["torch"]))
-    yield _check_statistics(start.get("accelerator"))
+    if accelerator := start.get("accelerator"):
+        names = "torch.xpu" if accelerator.startswith("XPU") else "torch.cuda"
+        yield Check("allocator", f"memory of GPUs is read from {names} at each step ({accelerator})")
+    else:
+        yield Check("allocator", "this torch is built for the CPU alone: no memory of a GPU to read")
     errors = {event["hook"]: event["error"] for event in events if event["kind"] == "hook-disabled"}
     capabilities = start["capabilities"] | dict.fromkeys(errors, False)
     for hook in sorted(capabilities, key=[*_MEASUREMENTS, *capabilities].index):
@@ -184,14 +186,6 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
             yield Check(name, f"not measured: {words} ({reason})", "upgrade Tidegauge, or torch")
     if not any(event["kind"] == "worker-start" for event in events):
         yield Check("workers", "the worker did not report", "upgrade Tidegauge, or torch")
-
-
-def _check_statistics(accelerator: str | None) -> Check:
-    """Return where the memory of PyTorch's allocator is read from."""
-    if not accelerator:
-        return Check("allocator", "this torch is built for the CPU alone: no memory of a GPU to read")
-    names = "torch.xpu" if accelerator.startswith("XPU") else "torch.cuda"
-    return Check("allocator", f"memory of GPUs is read from {names} at each step ({accelerator})")
 
 
 def check_memory_limit(host: Sample) -> Check:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
@@ -30,6 +30,7 @@ from collector.findings import (
     finite,
 )
 from collector.report import labels, wording
+from collector.report.terminal import grid
 from collector.units import MISSING, counted, duration, is_known, number, percent, quantity, size
 
 SCHEMA = 1
@@ -296,12 +297,11 @@ def _happenings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
     """Yield what happened in the last minute of a run that died, each in one line unless `verbose`."""
     if verdict.ending is None or not verdict.ending.happenings:
         return
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column()
-    for happening in verdict.ending.happenings:
-        text = Text(happening.text, no_wrap=not verbose, overflow="ellipsis")
-        table.add_row(wording.ago(happening.seconds), text)
+    rows = [
+        (wording.ago(happening.seconds), Text(happening.text, no_wrap=not verbose, overflow="ellipsis"))
+        for happening in verdict.ending.happenings
+    ]
+    table = grid(Column(justify="right", style="dim", no_wrap=True), Column(), rows=rows)
     yield _grid([("last 60 s", table)])
     yield Text()
 
@@ -317,9 +317,7 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     )
     if not states:
         return
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
+    table = grid(*(Column(no_wrap=True) for _ in range(3)))
     table.add_row("", "memory", "change", "last", style="dim")
     has_loaders = len({state["loader"] for state in states if state["loader"] is not None}) > 1
     for state in states[:_LAST_PROCESSES]:
@@ -392,10 +390,7 @@ def _says(finding: Finding, item: Evidence) -> bool:
 
 def _evidence(evidence: Sequence[Evidence]) -> Group:
     """Draw numbers in columns, and texts such as an exception's message on separate lines that may wrap."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
+    table = grid(Column(), Column(justify="right", no_wrap=True), Column(style="dim"))
     texts = []
     for item in evidence:
         observed = wording.observed(item)
@@ -408,12 +403,7 @@ def _evidence(evidence: Sequence[Evidence]) -> Group:
 
 def _beside(rows: Iterable[tuple[str, str | Text]]) -> Table:
     """Draw figures in one column, and in the other what they are of, in rows below each other: paths are long."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return grid(Column(justify="right", no_wrap=True), Column(overflow="fold"), rows=rows)
 
 
 def _allocation_sites(sites: Sequence[AllocationSite]) -> Iterator[tuple[str, str | Text]]:
@@ -438,7 +428,7 @@ def _waiting_lines(lines: Sequence[WaitingLine]) -> Iterator[tuple[str, str | Te
 
 def _advice(advices: Sequence[Advice], most: int | None) -> Table:
     """Draw the first advices, `most` of them, and how many more there are."""
-    table = Table.grid(padding=(0, 1, 0, 0))
+    table = grid(gap=1)
     shown = advices[:most]
     is_list = len(shown) > 1
     for position, advice in enumerate(shown, start=1):
@@ -460,9 +450,4 @@ def _command_line(label: str, words: str) -> Text:
 
 def _grid(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
     """Draw one row per label and value; a long value wraps within its column."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", min_width=9, no_wrap=True)
-    table.add_column()
-    for label, value in pairs:
-        table.add_row(label, value)
-    return table
+    return grid(Column(style="dim", min_width=9, no_wrap=True), Column(), rows=pairs)

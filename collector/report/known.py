@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collector.findings import SEVERITIES, Finding, Identity, identity
+from collector.findings import SEVERITIES, Identity, identity
 from collector.store import (
     KNOWN_FINDINGS,
     SHARED_KNOWN_FINDINGS,
@@ -108,12 +108,10 @@ def with_known(verdict: Verdict, run: Run) -> Verdict:
     if not known:
         return verdict
     command = command_of(run.manifest)
-    findings = [_marked(finding, known.get((command, identity(finding)))) for finding in verdict.findings]
+    findings = []
+    for finding in verdict.findings:
+        if reason := known.get((command, identity(finding))):
+            summary = f"Known: {reason.rstrip('.')}. {finding.summary}"
+            finding = replace(finding, severity="info", known=reason, summary=summary)
+        findings.append(finding)
     return replace(verdict, findings=tuple(sorted(findings, key=lambda each: SEVERITIES.index(each.severity))))
-
-
-def _marked(finding: Finding, reason: str | None) -> Finding:
-    if reason is None:
-        return finding
-    summary = f"Known: {reason.rstrip('.')}. {finding.summary}"
-    return replace(finding, severity="info", known=reason, summary=summary)

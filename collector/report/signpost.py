@@ -5,12 +5,13 @@ from __future__ import annotations
 from urllib.parse import urlencode
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from collector.diagnosis import Verdict
 from collector.findings import KINDS, Finding
 from collector.report import card
+from collector.report.terminal import grid
 from collector.units import counted, duration
 
 _HEALTHY = ("overview", "the key figures of the run")
@@ -41,7 +42,8 @@ def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Gro
     how = f"{verdict.status}, {counted(verdict.steps, 'step')}, {duration(verdict.duration_seconds)}"
     lines: list[RenderableType] = [Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(verdict)]
     if finding is not None and finding.advice:
-        lines.append(_advice(f"{finding.advice[0].text.removesuffix('.')}."))
+        advice = ("  Do", f"{finding.advice[0].text.removesuffix('.')}.")
+        lines.append(grid(Column(style="dim", width=5, no_wrap=True), Column(overflow="fold"), rows=[advice]))
     page, _ = link(verdict, run_id, address)
     # One line, so that a terminal finds the whole address.
     lines.append(Text.assemble(("  See  ", "dim"), page, no_wrap=True, overflow="ignore"))
@@ -55,12 +57,3 @@ def _heading(verdict: Verdict) -> Text:
     words, has_more, _ = card.calm_words(verdict).partition(". ")  # the rest names a line of the whole card
     words += "." if has_more else ""
     return Text(f"  {words}", style="bold green" if words.startswith("✔") else "bold")
-
-
-def _advice(text: str) -> Table:
-    """Draw a text that wraps within its column."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", width=5, no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("  Do", text)
-    return table

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from collector.errors import one_line, printable
@@ -49,6 +49,14 @@ class Terminal(Console):
 def plain_table(*headings: str, gap: int = 2) -> Table:
     """Return a table without lines, with blanks between its columns, that `Terminal.print_table` can print."""
     return Table(*headings, box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+
+
+def grid(*columns: Column, gap: int = 2, rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
+    """Return a table without lines and headings, with blanks between its columns."""
+    table = Table.grid(*columns, padding=(0, gap, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _room_to_cut(table: Table) -> int:
