@@ -173,7 +173,8 @@ def draw(block: Block, key: str) -> None:
                 if block.caption:
                     st.caption(plain(block.caption))
         case Facts():
-            st.markdown(_facts_table(block))
+            rows = (f"| {_unbroken(_cell(name))} | {_cell(value)} |" for name, value in block.rows)
+            st.markdown("\n".join([f"| {' | '.join(block.headings)} |", "|:--|:--|", *rows]))
         case Note():
             st.caption(f"{block.icon} {plain(block.text)}")
             if block.command:
@@ -300,11 +301,6 @@ def _evidence_table(measurements: Sequence[Evidence]) -> str:
     cells = ([_cell(text) for text in row] for row in report.evidence_rows(measurements))
     rows = [f"| {name} | {_unbroken(value)} | :gray[{_unbroken(sample)}] |" for name, value, sample in cells]
     return "\n".join(["| Measurement | Value | Sample |", "|:--|--:|:--|", *rows])
-
-
-def _facts_table(block: Facts) -> str:
-    rows = (f"| {_unbroken(_cell(name))} | {_cell(value)} |" for name, value in block.rows)
-    return "\n".join([f"| {block.headings[0]} | {block.headings[1]} |", "|:--|:--|", *rows])
 
 
 def _unbroken(text: str) -> str:

@@ -75,7 +75,9 @@ def _predicted(
     outlook: Forecast, setting: Setting, most: int, theme: Theme, of: str, revision: str
 ) -> tuple[Metrics, Chart, Chart]:
     """Predict a setting. The result is cached: most refreshes have the same forecast, and the replay takes long."""
-    chosen, *line = outlook.at([setting, *_line_settings(setting, most)])
+    step = -(-most // _MAX_LINE_POINTS)
+    numbers = sorted({1, setting.num_workers, *range(step, most + 1, step)})
+    chosen, *line = outlook.at([setting, *(replace(setting, num_workers=each) for each in numbers)])
     by_workers = figures.by_workers(line, chosen, outlook, theme, of=of)
     front = figures.front(outlook, chosen, theme)
     for chart in (by_workers, front):
@@ -90,13 +92,6 @@ def _begin(outlook: Forecast, *, is_first: bool) -> str:
         return f"The sliders start at the {which}: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
     return f"No better setting was found: the sliders start at {start}."
-
-
-def _line_settings(setting: Setting, most: int) -> list[Setting]:
-    """Return the setting with several numbers of workers, its own among them."""
-    step = -(-most // _MAX_LINE_POINTS)
-    numbers = sorted({1, setting.num_workers, *range(step, most + 1, step)})
-    return [replace(setting, num_workers=number) for number in numbers]
 
 
 def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:

@@ -20,6 +20,8 @@ _ROW_HEIGHT, _AROUND = 36, 40
 _HIDDEN = ("/training_harness/hooks/", "/torch/utils/data/_utils/fetch.py", "/torch/utils/data/_utils/worker.py")
 #: Kind of finding -> name of the whole.
 _WHOLE = {"main-thread-pause": "pauses", "compute-bound": "work of all processes"}
+#: Kind of finding -> what is asked of the lines.
+_ASKED = {"main-thread-pause": "does training pause in", "compute-bound": "take the cores"}
 
 #: Box of the figure: its label, what is said of it on hover, and the attribute of the theme that has its colour.
 _Box = tuple[str, str, str]
@@ -68,7 +70,9 @@ def flame_graph(awaited: AwaitedTime, theme: Theme, *, by_stage: bool = False) -
     figure.update_layout(uniformtext={"minsize": 12, "mode": "hide"})
     stages = ", grouped by stage" if by_stage else ""
     return Chart(
-        title="Which stage and line does training wait for?" if by_stage else _question(awaited),
+        title="Which stage and line does training wait for?"
+        if by_stage
+        else f"Which lines {_ASKED.get(awaited.kind, 'does training wait for')}?",
         figure=figure,
         caption=f"{report.samples(awaited)}{stages}: callers above, callees below. "
         "Coloured: your code. Grey: libraries. Click a box to enlarge it.",
@@ -79,14 +83,6 @@ def flame_graph(awaited: AwaitedTime, theme: Theme, *, by_stage: bool = False) -
 def has_stages(awaited: AwaitedTime) -> bool:
     """Return whether the stacks are in more than one stage."""
     return len({stage_of(stack) for stack in awaited.stacks}) > 1
-
-
-def _question(awaited: AwaitedTime) -> str:
-    if awaited.kind == "main-thread-pause":
-        return "Which lines does training pause in?"
-    if awaited.kind == "compute-bound":
-        return "Which lines take the cores?"
-    return "Which lines does training wait for?"
 
 
 def _boxes(stack: tuple[SourceFrame, ...], *, by_stage: bool) -> Iterator[_Box]:

@@ -117,7 +117,10 @@ class Drawing:
         why_not = content.verdict.why_not
         for whole_row in content.rows[self._rows_count :]:
             row = [(name, blocks) for name, blocks in whole_row if blocks]  # a panel without blocks leaves no hole
-            _let_paint(row)
+            has_chart = any(isinstance(block, Chart) for _, blocks in row for block in blocks)
+            if has_chart and _HAS_CHARTS not in st.session_state:
+                st.session_state[_HAS_CHARTS] = True
+                time.sleep(PAINT_SECONDS)
             columns = st.columns(len(row)) if len(row) > 1 else [st.container() for _ in row]
             for (name, blocks), column in zip(row, columns, strict=True):
                 with column:
@@ -192,14 +195,6 @@ def _dates(manifest: Mapping[str, Any], reach: Extent) -> str:
     zone = viewer_zone()
     first, last = (queries.wall_ns(manifest, time_ns) for time_ns in (reach.first_ns, reach.newest_ns))
     return f"{date(first, zone)} to {date(last, zone)} ({zone.key})" if first and last else MISSING
-
-
-def _let_paint(row: Row) -> None:
-    """Wait before the first charts of a browser session."""
-    has_chart = any(isinstance(block, Chart) for _, blocks in row for block in blocks)
-    if _HAS_CHARTS not in st.session_state and has_chart:
-        st.session_state[_HAS_CHARTS] = True
-        time.sleep(PAINT_SECONDS)
 
 
 def _draw_panel(view: str, panel: str, content: list[Block] | str) -> None:

@@ -97,7 +97,9 @@ def _refresh(view: View, selection: Selection, live: bool, was_pending: bool) ->
     status, is_pending = status_of(run), _is_verdict_pending(selection)
     if (live and status != "running") or (was_pending and not is_pending and not live):
         st.rerun()  # the whole page, without the timer
-    loader = st.session_state.get(LOADER, _loader_of_address())  # the control is drawn with the first content
+    text = st.query_params.get(LOADER, "")
+    of_address = int(text) if text.isdecimal() else None
+    loader = st.session_state.get(LOADER, of_address)  # the control is drawn with the first content
     request = (view.name, replace(selection, live=False), theme, loader)
     # This session's last content stays on the page while the view is paused.
     last_request, content, was_live = st.session_state.get(_CONTENT, (None, None, False))
@@ -124,11 +126,6 @@ def _refresh(view: View, selection: Selection, live: bool, was_pending: bool) ->
         drawing.draw_new_rows(content)
         drawing.finish(content)
         st.session_state[_CONTENT] = request, content, live
-
-
-def _loader_of_address() -> int | None:
-    text = st.query_params.get(LOADER, "")
-    return int(text) if text.isdecimal() else None
 
 
 def _is_verdict_pending(selection: Selection) -> bool:

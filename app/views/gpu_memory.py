@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Note, answer
+from app.blocks import Block, Note, answer
 from app.figures import devices
-from app.runtime.moment import Moment, Panel, View, once
+from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
 from app.shared_panels import Gpu, first_gpus, further_gpus, gpus
-from collector import report
 from collector.diagnosis import accounts
 from collector.store import newest_allocator_snapshot, queries
 from collector.units import MISSING, duration, is_known, number, percent, size
@@ -22,11 +21,6 @@ NO_GPU = Note(
     "CPU-only run: it used no CUDA device. If it should have, this command finds the reason:",
     command="tidegauge doctor",
 )
-
-
-def _findings(moment: Moment) -> Iterator[Block]:
-    if moment.verdict is not None and gpus(moment):
-        yield Findings(findings=report.grouped(moment.findings), page=moment.page, params=moment.params)
 
 
 def _account(moment: Moment, gpu: Gpu) -> Iterator[Block]:
@@ -108,25 +102,19 @@ def _in_numbers(gpu: Gpu, parts: pd.DataFrame) -> Iterator[dict[str, str]]:
 
 
 def _answer(moment: Moment) -> str:
-    return answer(moment.findings, _healthy(moment)) if gpus(moment) else "This run uses no GPU."
-
-
-def _healthy(moment: Moment) -> str:
-    """Return the largest part of the fullest GPU, for a run without findings about GPUs."""
-    fullest, most = "", -1.0
+    """Return the gravest finding, or the largest part of the fullest GPU."""
+    if not gpus(moment):
+        return "This run uses no GPU."
+    fullest, most = "There is no record of a GPU in this window.", -1.0
     for gpu, parts in _used(moment):
         totals, capacity = parts.drop(columns="elapsed_seconds").sum(axis=1), gpu.row["total_bytes"]
         ratio = totals.max() / (capacity if is_known(capacity) else 1)
         if ratio > most:
             place, most = int(totals.to_numpy().argmax()), ratio
             at_peak = parts.drop(columns="elapsed_seconds").iloc[place].astype(float)
-            fullest = f"{size(at_peak.max())} of the {size(totals.iloc[place])} in use on {gpu.name}"
-            fullest += f" {devices.PART_WORDS[str(at_peak.idxmax())]}"
-    return (
-        f"No problem found. At the peak, {fullest}."
-        if fullest
-        else "No problem found. There is no record of a GPU in this window."
-    )
+            largest = f"{size(at_peak.max())} of the {size(totals.iloc[place])} in use on {gpu.name}"
+            fullest = f"At the peak, {largest} {devices.PART_WORDS[str(at_peak.idxmax())]}."
+    return answer(moment.findings, f"No problem found. {fullest}")
 
 
 VIEW = View(
@@ -134,7 +122,7 @@ VIEW = View(
     question="Is GPU memory taken by live tensors, by the cache, or outside PyTorch?",
     answer=_answer,
     rows=(
-        (Panel("Findings", _findings),),
+        (Panel("Findings", lambda moment: FINDINGS.build(moment) if gpus(moment) else iter(())),),
         (Panel("Account", lambda moment: first_gpus(moment, _account, NO_GPU)),),
         (Panel("Account of further GPUs", lambda moment: further_gpus(moment, _account), turn=1),),
         (Panel("In numbers", _table, turn=1),),

@@ -129,9 +129,11 @@ def _host_limits(moment: Moment) -> Iterator[_Limit]:
     table = queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
         kinds = (_DEATHS[row["limit"]], FORECASTS[row["limit"]])
-        findings = (finding_on(moment, kind, row["host"]) for kind in kinds)
-        # A finding is about the limit that binds.
-        finding = next((each for each in findings if each and _is_about(each, row["limit"])), None)
+        findings = filter(None, (finding_on(moment, kind, row["host"]) for kind in kinds))
+        # A finding on the host's memory is about the one of its limits that binds.
+        is_cgroup = row["limit"] == "cgroup"
+        about = (each for each in findings if not each.limit or (each.limit.name == "cgroup") == is_cgroup)
+        finding = next(about, None)
         yield _Limit(
             name=limit_name(row, table),
             capacity=row["capacity_bytes"],
@@ -151,11 +153,6 @@ def _file_limits(moment: Moment) -> Iterator[_Limit]:
             met=_when(finding_on(moment, "fd-exhaustion-risk"), moment, row["limit_count"]),
             is_count=True,
         )
-
-
-def _is_about(finding: Finding, limit: str) -> bool:
-    """Return True if a finding on the host's memory is not on the other one of its limits."""
-    return not finding.limit or (finding.limit.name == "cgroup") == (limit == "cgroup")
 
 
 def _row(limit: _Limit) -> dict[str, str]:

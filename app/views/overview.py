@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -106,16 +106,13 @@ def _decisive_chart(moment: Moment) -> Iterator[Block]:
     for gpu in gpus(moment) if device is not None else ():
         if gpu.row["device"] == device and urgent[0].locus.host in (None, gpu.row["host"]):
             yield from gpu_usage(moment, gpu)
-    yield from _step_time(moment) if _is_about_time(moment) else _host_memory(moment)
+    yield from _time_and_memory(moment)[0](moment)
 
 
-def _second_chart(moment: Moment) -> Iterator[Block]:
-    return _host_memory(moment) if _is_about_time(moment) else _step_time(moment)
-
-
-def _is_about_time(moment: Moment) -> bool:
-    group = moment.findings[0].group if moment.findings else ""
-    return group in ("data loading", "training")
+def _time_and_memory(moment: Moment) -> list[Callable[[Moment], Iterator[Block]]]:
+    """Return what draws step time and host memory, that first which the gravest finding is about."""
+    is_about_time = bool(moment.findings) and moment.findings[0].group in ("data loading", "training")
+    return [_step_time, _host_memory] if is_about_time else [_host_memory, _step_time]
 
 
 def _roles(moment: Moment) -> Iterator[Block]:
@@ -254,7 +251,7 @@ VIEW = View(
         (FINDINGS,),
         (Panel("Key figures", _key_figures),),
         (Panel("Decisive chart", _decisive_chart),),
-        (Panel("Second chart", _second_chart, turn=1),),
+        (Panel("Second chart", lambda moment: _time_and_memory(moment)[1](moment), turn=1),),
         (Panel("Host memory in numbers", _roles), Panel("Steps in numbers", _ranks, turn=1)),
         (Panel("Checks", _checks),),
     ),

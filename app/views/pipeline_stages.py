@@ -67,10 +67,12 @@ def _table(moment: Moment) -> Iterator[Block]:
         return
     rows = rows.sort_values(["in_fetch", "total_seconds"], ascending=False, na_position="last")
     total_seconds = stall["wait_seconds"]
+    rank = "" if stall["rank"] is None else f" of rank {stall['rank']}, which waited longest of those chosen"
     target = " Target per batch: the time at which training hardly waits; — if this stage alone is not enough."
     yield moment.table(
         "stages",
-        f"{_scope(stall)} Wait: time that training waited while the awaited worker did this."
+        f"Over the last {number(stall['batches'])} batches of the window{rank}. Wait: time that training waited "
+        "while the awaited worker did this."
         f"{target if rows['enough_seconds'].notna().any() else ''}",
         {
             "Stage": [report.part(name) for name in rows["stage"]],
@@ -89,11 +91,6 @@ def _table(moment: Moment) -> Iterator[Block]:
             "Wait if removed": [percent(value) for value in rows["free_wait_ratio"]],
         },
     )
-
-
-def _scope(stall: WaitSummary) -> str:
-    rank = "" if stall["rank"] is None else f" of rank {stall['rank']}, which waited longest of those chosen"
-    return f"Over the last {number(stall['batches'])} batches of the window{rank}."
 
 
 def _where(row: Any) -> str:

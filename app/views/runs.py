@@ -374,19 +374,15 @@ def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], 
     for sentence in sentences:
         st.markdown(f":material/flag: **{plain(sentence)}**")
     if not sentences:
-        st.markdown(_calm_words(history))
+        too_few = "Too few runs to tell a change from chance: four are needed, two before it and two after."
+        calm = "No figure changed by more than the runs differ among themselves."
+        st.markdown(too_few if len(history.runs) < 4 else calm)
     _draw_trends(history, theme_of(st.context.theme.type))
     st.subheader("Findings over the runs", anchor=False)
     findings = report.finding_histories(history, entries)
     _draw_findings(findings)
     if findings and may_edit():
         _draw_ignoring(findings, by_id[entries[0].run_id])
-
-
-def _calm_words(history: report.History) -> str:
-    if len(history.runs) < 4:
-        return "Too few runs to tell a change from chance: four are needed, two before it and two after."
-    return "No figure changed by more than the runs differ among themselves."
 
 
 def _draw_trends(history: report.History, theme: Theme) -> None:

@@ -16,9 +16,9 @@ from app.shared_panels import NO_FETCH
 from app.what_if import initial_blocks, what_if
 from collector import report
 from collector.diagnosis import command_words
-from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_worker
+from collector.diagnosis.loading import lanes, waits_by_worker
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import Finding, Locus, WaitingLine
+from collector.findings import Finding, Locus
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, duration, number, percent, quantity
@@ -125,7 +125,8 @@ def _lines(moment: Moment) -> Iterator[Block]:
         if awaited.has_stages(found[0]):
             by_stage = awaited.flame_graph(found[0], moment.theme, by_stage=True)
             yield Fold(label="The same lines, by stage", blocks=[by_stage])
-        lines = _lines_of(found[0], moment.all_findings)
+        place = (found[0].kind, found[0].locus)
+        lines = next((each.waits_in for each in moment.all_findings if (each.kind, each.locus) == place), ())
         yield moment.table(
             "lines",
             f"Largest lines: shares of {report.samples(found[0])}.",
@@ -141,12 +142,6 @@ def _lines(moment: Moment) -> Iterator[Block]:
     if urgent and not any("--investigate" in advice.text for finding in urgent for advice in finding.advice):
         command = f"`tidegauge run --investigate -- {command_words(moment.manifest)}`"
         yield Note(f"{command} names the lines that training waits for.")
-
-
-def _lines_of(awaited: AwaitedTime, findings: Sequence[Finding]) -> Sequence[WaitingLine]:
-    """Return the lines that the finding about this time names."""
-    place = (awaited.kind, awaited.locus)
-    return next((finding.waits_in for finding in findings if (finding.kind, finding.locus) == place), ())
 
 
 def _is_at(where: Locus, loader: int | None, rank: int | None) -> bool:
