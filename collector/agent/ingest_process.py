@@ -128,7 +128,8 @@ class IngestProcess:
             _send(child.stdin, request)
             while line := child.stdout.readline():
                 answer = json.loads(line)
-                self._note_cost(answer["cpu_ns"])
+                self.spent_ns += answer["cpu_ns"] - self._child_ns
+                self._child_ns = answer["cpu_ns"]
                 if "error" in answer:
                     raise TidegaugeError(answer["error"])
                 if "result" in answer:
@@ -161,10 +162,6 @@ class IngestProcess:
         )
         stand_back(self._child.pid)
         return self._child
-
-    def _note_cost(self, cpu_ns: int) -> None:
-        self.spent_ns += cpu_ns - self._child_ns
-        self._child_ns = cpu_ns
 
 
 def stand_back(pid: int) -> None:

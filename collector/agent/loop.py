@@ -382,7 +382,10 @@ def collect(run: Run, *, interval_seconds: float, outlets: Outlets | None = None
         _note_stored(run, is_stored=result.is_whole)
         return result.is_whole
     manifest = run.manifest
-    agent = Agent(run, command=_local_command(manifest), resumed=True, ingester=ingester, outlets=outlets)
+    recorded = manifest["command"]
+    is_local = recorded is not None and recorded["host"] == socket.gethostname()
+    command = LocalProcess(recorded["pid"], recorded["start_ticks"]) if is_local else None
+    agent = Agent(run, command=command, resumed=True, ingester=ingester, outlets=outlets)
     update_manifest(run, collector=manifest_process(agent.key))
     was_alive = agent.is_run_alive()
     interrupted = threading.Event()
@@ -405,13 +408,6 @@ def collect(run: Run, *, interval_seconds: float, outlets: Outlets | None = None
     if end_ns is not None and not interrupted.is_set() and manifest["end_time_ns"] is None:
         update_manifest(run, end_time_ns=end_ns)
     return agent.finish()
-
-
-def _local_command(manifest: Mapping[str, Any]) -> LocalProcess | None:
-    command = manifest["command"]
-    if command is None or command["host"] != socket.gethostname():
-        return None
-    return LocalProcess(command["pid"], command["start_ticks"])
 
 
 def manifest_process(key: LocalProcess) -> dict[str, Any]:

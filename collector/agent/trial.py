@@ -193,11 +193,13 @@ def try_once(
         command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(signals)
     )
     tables = load_tables(trial.run)
-    shortage = memory_shortage(tables, trial.exit_status)
+    shortage, failure = memory_shortage(tables, trial.exit_status), trial.failure
+    if not failure and (raised := tables.events_of("exception")):  # it may be recorded before the process ends
+        failure = one_line(f"the training failed: {raised[-1]['type']}: {raised[-1]['message']}")
     return TrialResult(
         tables=tables,
         loop=max(loops(tables), key=lambda loop: len(loop.batches), default=None),
-        failure=f"does not fit: {shortage}" if shortage else trial.failure or _training_error(tables),
+        failure=f"does not fit: {shortage}" if shortage else failure,
         fits=not shortage,
     )
 
@@ -219,9 +221,3 @@ def memory_shortage(tables: RunTables, exit_status: int | None) -> str:
         whose = "a worker" if is_worker else "the training"
         return f"{whose} was killed by SIGKILL, which the kernel sends when memory runs out"
     return ""
-
-
-def _training_error(tables: RunTables) -> str:
-    """Return the exception that ended the training; empty if none. It may be recorded before the process ends."""
-    events = tables.events_of("exception")
-    return one_line(f"the training failed: {events[-1]['type']}: {events[-1]['message']}") if events else ""

@@ -66,7 +66,8 @@ def find_run(home: Path, spec: str) -> Run:
     exact = [run for run in runs if run.run_id == spec]
     prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
     renamed = [run for run in runs if run.annotation.name == spec]
-    named = [run for run in runs if _name_in(run.run_id) == spec]
+    # A name stands in an id between the start's date and time and the last word.
+    named = [run for run in runs if "-".join(run.run_id.split("-")[2:-1]) == spec]
     with_word = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-"]
     with_part = [run for run in runs if spec and spec in run.run_id]
     matches = exact or prefixed or renamed or named or with_word or with_part
@@ -80,11 +81,6 @@ def find_run(home: Path, spec: str) -> Run:
     shown = ", ".join(run.run_id for run in matches[:_SHOWN_MATCHES])
     more = ", …" if len(matches) > _SHOWN_MATCHES else ""
     raise TidegaugeError(f"{spec!r} fits {len(matches)} runs ({shown}{more}): give more of the id")
-
-
-def _name_in(run_id: str) -> str:
-    """Return the name within an id, which stands between the start's date and time and the last word."""
-    return "-".join(run_id.split("-")[2:-1])
 
 
 def _is_run(path: Path) -> bool:

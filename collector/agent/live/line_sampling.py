@@ -72,7 +72,8 @@ class LineSampler:
         found = [finding for finding in findings if finding.has_line]
         if not self._always:
             found = [finding for finding in found if finding.severity != "info"]
-        keys = {_key(finding) for finding in found}
+        places = ((finding, finding.locus) for finding in found)
+        keys = {(f.kind, f.limited_by, at.host, at.rank, at.loader, at.worker) for f, at in places}
         if keys - set(self._standing):
             self._moments = 0
         self._standing = {key: self._standing.get(key, self._now_ns) for key in keys}
@@ -133,8 +134,12 @@ class LineSampler:
         finding = self._findings[self._turn % len(self._findings)]
         where = finding.locus
         pids = (where.pid if where.role == "main" else None, where.main_pid)
-        fitting = [main for main in mains if _fits(main, where.rank, pids)] or mains
-        return fitting[0][0], KINDS[finding.kind].stacks_of != "main"
+        fitting = (
+            process
+            for process, rank in mains
+            if where.rank in (None, rank) and all(pid in (None, process.pid) for pid in pids)
+        )
+        return next(fitting, mains[0][0]), KINDS[finding.kind].stacks_of != "main"
 
     def _take(self, main: LocalProcess, seconds: int, with_children: bool, problems: Problems) -> None:
         def note_child(child: subprocess.Popen[bytes]) -> None:
@@ -153,13 +158,3 @@ class LineSampler:
             self._cost_ratios[with_children] = max(fields["cpu_seconds"] / seconds, 1e-3)
             self._moments += len(fields["times_ns"])
             self._results.append(fields)
-
-
-def _key(finding: Finding) -> tuple[object, ...]:
-    where = finding.locus
-    return finding.kind, finding.limited_by, where.host, where.rank, where.loader, where.worker
-
-
-def _fits(main: Main, rank: int | None, pids: Sequence[int | None]) -> bool:
-    process, rank_of_main = main
-    return rank in (None, rank_of_main) and all(pid in (None, process.pid) for pid in pids)

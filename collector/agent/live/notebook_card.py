@@ -35,12 +35,15 @@ class NotebookCard:
             return
         before, self._last = self._last, (now_seconds, view)
         speed = None if before is None else (_steps(view) - _steps(before[1])) / (now_seconds - before[0])
+        judged = "No verdict yet: the first one comes after half a minute."
+        if view.verdict_seconds is not None:
+            judged = f"Verdict of {time.strftime('%H:%M:%S', time.localtime(view.verdict_seconds))}"
         card = live_card(
             run_id=view.run_id,
             name=view.name,
             values=values(view, speed),
             findings=view.findings,
-            judged=_judged(view),
+            judged=judged,
         )
         replace_file(self._run_dir / CARD, card, FOR_TRAINING)
 
@@ -69,9 +72,3 @@ def values(view: View, steps_per_second: float | None) -> Iterator[tuple[str, st
 
 def _steps(view: View) -> int:
     return max((sums.get("steps", 0) for sums in view.totals.sums.values()), default=0) if view.totals else 0
-
-
-def _judged(view: View) -> str:
-    if view.verdict_seconds is None:
-        return "No verdict yet: the first one comes after half a minute."
-    return f"Verdict of {time.strftime('%H:%M:%S', time.localtime(view.verdict_seconds))}"

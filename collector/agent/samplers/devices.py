@@ -110,7 +110,11 @@ class NvidiaSampler(DeviceSampler):
             nvml.nvmlInit()
             self._handles = self._visible(environ.get("CUDA_VISIBLE_DEVICES"))
         except nvml.NVMLError as error:
-            self.reason = _reason(nvml, error)
+            missing = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            has_no_driver = getattr(error, "value", None) in missing
+            self.reason = (
+                "none: NVIDIA driver not found" if has_no_driver else f"none: NVML does not work here ({error})"
+            )
             return
         if not self._handles:
             self.reason = "none: no NVIDIA device is visible"
@@ -178,13 +182,6 @@ class NvidiaSampler(DeviceSampler):
     def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
         processes = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
         return [(process.pid, process.usedGpuMemory) for process in processes]
-
-
-def _reason(nvml: ModuleType | Any, error: Exception) -> str:
-    code = getattr(error, "value", None)
-    if code in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
-        return "none: NVIDIA driver not found"
-    return f"none: NVML does not work here ({error})"
 
 
 class AmdSampler(DeviceSampler):

@@ -141,11 +141,8 @@ class EventTail:
             begin_bytes = self._ends_bytes.get(path.name, 0)
             with suppress(JournalError):
                 if size_bytes(path) > begin_bytes:
-                    events += self._read_file(path, begin_bytes)
+                    lines = read_events(path, begin_bytes)
+                    self._ends_bytes[path.name] = lines.end_bytes
+                    events += [{**json.loads(row.pop("body")), **row} for row in lines.rows]
         self._files.mark_read(path.name for path in logs)
         return events
-
-    def _read_file(self, path: Path, begin_bytes: int) -> list[dict[str, Any]]:
-        lines = read_events(path, begin_bytes)
-        self._ends_bytes[path.name] = lines.end_bytes
-        return [{**json.loads(row.pop("body")), **row} for row in lines.rows]
