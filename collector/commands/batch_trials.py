@@ -11,7 +11,6 @@ import click
 
 from collector.commands.options import say
 from collector.commands.trials import Trials, change_text, show_trials, write_results
-from collector.diagnosis import RunTables
 from collector.diagnosis.tuning import BatchSizeRun, batch_size_run, line_through, micro_batch, next_size
 from collector.errors import one_line
 from collector.units import count, counted, number, size
@@ -127,7 +126,10 @@ def _trial(trials: Trials, factor: float | None, seconds: float) -> Row:
     name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:.3g}"
     result = trials.once(name, loader, seconds)
     caught = bool(result.tables.events_of("cuda-oom"))  # the training may catch the error and go on
-    failure = "does not fit: CUDA memory ran out" if caught else result.failure or _hook_failure(result.tables)
+    failure = "does not fit: CUDA memory ran out" if caught else result.failure
+    for event in result.tables.events_of("hook-disabled"):
+        if not failure and event.get("hook") == "trial":
+            failure = one_line(f"the loader did not get this batch size: {event['error']}")
     ran_out = caught or not result.fits
     if result.loop is None:
         return Row(size=math.nan, failure=failure or "no batch", ran_out=ran_out)
@@ -136,14 +138,6 @@ def _trial(trials: Trials, factor: float | None, seconds: float) -> Row:
         too_few = f"{len(result.loop.batches)} batches in {seconds:.3g} s are too few; give more --trial-seconds"
         failure = failure or too_few
     return Row(size=measured.batch_size, measured=None if failure else measured, failure=failure, ran_out=ran_out)
-
-
-def _hook_failure(tables: RunTables) -> str:
-    """Return why a loader does not have the requested settings; empty if it has."""
-    for event in tables.events_of("hook-disabled"):
-        if event.get("hook") == "trial":
-            return one_line(f"the loader did not get this batch size: {event['error']}")
-    return ""
 
 
 def as_json(search: Search, effective: int | None) -> dict[str, Any]:

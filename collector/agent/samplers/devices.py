@@ -112,9 +112,8 @@ class NvidiaSampler(DeviceSampler):
         except nvml.NVMLError as error:
             missing = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
             has_no_driver = getattr(error, "value", None) in missing
-            self.reason = (
-                "none: NVIDIA driver not found" if has_no_driver else f"none: NVML does not work here ({error})"
-            )
+            why = "NVIDIA driver not found" if has_no_driver else f"NVML does not work here ({error})"
+            self.reason = f"none: {why}"
             return
         if not self._handles:
             self.reason = "none: no NVIDIA device is visible"
