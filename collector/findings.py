@@ -54,6 +54,11 @@ def measurements(n: int, window: str, seconds_digits: int = 4, /, **values: floa
     )
 
 
+def advise(*, text: str, expected: str, effect: Effect = "safe") -> tuple[Advice, ...]:
+    """Return a single piece of advice, in the form in which a finding has it."""
+    return (Advice(text=text, expected=expected, effect=effect),)
+
+
 def cannot_tell(
     summary: str,
     *evidence: Evidence,

@@ -16,7 +16,7 @@ from collector.diagnosis.run.allocators import devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, window_text, written
 from collector.diagnosis.run.lifecycle import Lifecycle, end_words, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.findings import Advice, Evidence, Finding, Locus, cannot_tell, fact
+from collector.findings import Advice, Evidence, Finding, Locus, advise, cannot_tell, fact
 from collector.store import ProcessKey
 from collector.units import counted, listed
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
@@ -178,13 +178,11 @@ def _silent_workers(tables: RunTables, epoch: Epoch) -> Finding | None:
             fact("batches_of_silent_workers_count", len(silent_rows), "newest epoch", n=len(rows)),
             fact("epoch_age_seconds", round(age_seconds, 1), "newest epoch"),
         ),
-        advice=(
-            Advice(
-                text="Look for hook-disabled events, a worker start that strips the environment (python "
-                "-I, -S, -E), or a "
-                "library that replaces torch's worker loop; `tidegauge doctor` checks this machine",
-                expected="all workers report and slow-worker verdicts become possible",
-            ),
+        advice=advise(
+            text="Look for hook-disabled events, a worker start that strips the environment (python "
+            "-I, -S, -E), or a "
+            "library that replaces torch's worker loop; `tidegauge doctor` checks this machine",
+            expected="all workers report and slow-worker verdicts become possible",
         ),
     )
 
@@ -255,7 +253,7 @@ def _in_namespaces(life: Lifecycle) -> list[Finding]:
             f"The memory of process {pids[0]} is not matched with its steps, batches and workers: {why}.",
             fact("unmatched_processes_count", len(pids), "run", n=len(pids)),
             locus=Locus(host=str(events[0]["host"]), role="other", pid=pids[0]),
-            advice=(Advice(text=remedy, expected="each process has its steps, batches and memory"),),
+            advice=advise(text=remedy, expected="each process has its steps, batches and memory"),
         )
     ]
 
@@ -302,7 +300,7 @@ def _not_attached(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
         _attached(0),
         *_exit_status(life),
         locus=Locus(host=str(event["host"]), role="other", pid=pid),
-        advice=(Advice(text=remedy, expected="steps, batches and workers are recorded"),),
+        advice=advise(text=remedy, expected="steps, batches and workers are recorded"),
     )
 
 

@@ -19,7 +19,7 @@ from signal import (
     SIGXFSZ,
 )
 
-from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
+from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity, advise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +131,9 @@ BUS_ERROR_BETWEEN_SAMPLES = replace(
 CRASHED = Death(
     kind="crashed",
     sentence="{what} ended {by}.",
-    advice=(
-        Advice(
-            text="Read the Python stack in the command's output; if it has none, run again with "
-            "PYTHONFAULTHANDLER=1",
-            expected="the stack shows the line at the moment of the fault",
-        ),
+    advice=advise(
+        text="Read the Python stack in the command's output; if it has none, run again with PYTHONFAULTHANDLER=1",
+        expected="the stack shows the line at the moment of the fault",
     ),
 )
 #: Signal of a fault in native code (signal(7)) -> its usual cause.
@@ -165,47 +162,39 @@ WORKER_INTERRUPTED = replace(CRASHED, kind="worker-killed", advice=())
 WORKER_KILLED = Death(
     kind="worker-killed",
     sentence="{what} ended {by}.",
-    advice=(
-        Advice(
-            text="Find the sender of the signal in the system log (`journalctl -e`): a job scheduler, an operator, "
-            "a memory guard such as earlyoom or systemd-oomd",
-            expected="it names the cause; the kernel's out-of-memory killer is ruled out; {loss}",
-        ),
+    advice=advise(
+        text="Find the sender of the signal in the system log (`journalctl -e`): a job scheduler, an operator, "
+        "a memory guard such as earlyoom or systemd-oomd",
+        expected="it names the cause; the kernel's out-of-memory killer is ruled out; {loss}",
     ),
 )
 #: A worker that ended by an exit status of its own, not by a signal.
 WORKER_EXITED = replace(
     WORKER_KILLED,
     sentence="{what} ended by itself with exit status {code}, without an exception that DataLoader could pass on.",
-    advice=(
-        Advice(
-            text="Look for sys.exit, exit or os._exit in the dataset, collate_fn and worker_init_fn and in the "
-            "libraries that they call, and at the end of the command's own output",
-            expected="an exception instead of the exit names the line; {loss}",
-        ),
+    advice=advise(
+        text="Look for sys.exit, exit or os._exit in the dataset, collate_fn and worker_init_fn and in the "
+        "libraries that they call, and at the end of the command's own output",
+        expected="an exception instead of the exit names the line; {loss}",
     ),
     fault="your code",
 )
 KILLED = Death(
     kind="killed",
     sentence="{what} ended {by}.",
-    advice=(
-        Advice(
-            text="Find the sender of the signal in the system log (`journalctl -e`): the job scheduler's time or "
-            "memory limit, or an operator",
-            expected="it names the cause; the kernel's out-of-memory killer is ruled out",
-        ),
+    advice=advise(
+        text="Find the sender of the signal in the system log (`journalctl -e`): the job scheduler's time or "
+        "memory limit, or an operator",
+        expected="it names the cause; the kernel's out-of-memory killer is ruled out",
     ),
 )
 #: The same under a shell whose own status is 0, such as that of the last program of a pipeline.
 KILLED_UNDER_SHELL = replace(
     KILLED,
     sentence="{what} ended in the middle of an epoch without recording its end, as after a signal or os._exit.",
-    advice=(
-        Advice(
-            text="Begin the script with `#!/bin/bash` and `set -eo pipefail`, and run it with PYTHONFAULTHANDLER=1",
-            expected="the exit status of the command names the signal, and the stack shows the line of a crash",
-        ),
+    advice=advise(
+        text="Begin the script with `#!/bin/bash` and `set -eo pipefail`, and run it with PYTHONFAULTHANDLER=1",
+        expected="the exit status of the command names the signal, and the stack shows the line of a crash",
     ),
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")
@@ -213,66 +202,53 @@ INTERRUPTED = replace(KILLED, severity="info", advice=())
 CPU_LIMIT = replace(
     KILLED,
     sentence="{what} ended {by}: it had used the CPU time that it may use.",
-    advice=(
-        Advice(
-            text="Raise the CPU time that a process may use (`ulimit -t`, or the scheduler's own limit), or train "
-            "where there is none. Login nodes often set one",
-            expected="the training goes on",
-        ),
+    advice=advise(
+        text="Raise the CPU time that a process may use (`ulimit -t`, or the scheduler's own limit), or train "
+        "where there is none. Login nodes often set one",
+        expected="the training goes on",
     ),
     fault="your settings",
 )
 FILE_LIMIT = replace(
     CPU_LIMIT,
     sentence="{what} ended {by}: it wrote beyond the size that a file may have (RLIMIT_FSIZE).",
-    advice=(
-        Advice(
-            text="Raise the size that a file may have (`ulimit -f`), or write several files",
-            expected="the training goes on",
-        ),
+    advice=advise(
+        text="Raise the size that a file may have (`ulimit -f`), or write several files",
+        expected="the training goes on",
     ),
 )
 TERMINAL_CLOSED = replace(
     STOPPED,
     sentence="{what} ended {by}, which the kernel sends when a terminal or its connection is closed.",
-    advice=(
-        Advice(
-            text="Start the training in `tmux`, with `nohup` or as a batch job",
-            expected="it goes on when the terminal closes",
-        ),
+    advice=advise(
+        text="Start the training in `tmux`, with `nohup` or as a batch job",
+        expected="it goes on when the terminal closes",
     ),
 )
 UNHANDLED = replace(
     STOPPED,
     sentence="{what} ended {by}, for which it had no handler.",
-    advice=(
-        Advice(
-            text="Save a checkpoint in a handler (`signal.signal`): schedulers send this signal before they end a "
-            "job",
-            expected="the signal no longer ends the training",
-        ),
+    advice=advise(
+        text="Save a checkpoint in a handler (`signal.signal`): schedulers send this signal before they end a job",
+        expected="the signal no longer ends the training",
     ),
 )
 TIMER = replace(
     STOPPED,
     sentence="{what} ended {by}: a timer ran out for which it had no handler.",
-    advice=(
-        Advice(
-            text="Look for signal.alarm and signal.setitimer in the script and its libraries, and handle the "
-            "signal or cancel the timer",
-            expected="the timer no longer ends the training",
-        ),
+    advice=advise(
+        text="Look for signal.alarm and signal.setitimer in the script and its libraries, and handle the "
+        "signal or cancel the timer",
+        expected="the timer no longer ends the training",
     ),
     fault="your code",
 )
 READER_GONE = replace(
     STOPPED,
     sentence="{what} ended {by}: it wrote to a pipe or connection whose reader was gone.",
-    advice=(
-        Advice(
-            text="Check what reads its output, such as the program after a `|`, and why that ended first",
-            expected="the output has a reader until the training ends",
-        ),
+    advice=advise(
+        text="Check what reads its output, such as the program after a `|`, and why that ended first",
+        expected="the output has a reader until the training ends",
     ),
 )
 #: Signal that tells more than that someone sent it (signal(7)) -> the end of a training process by it.
@@ -291,17 +267,15 @@ CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge
 EXCEPTION = Death(
     kind="crashed",
     sentence="{what} ended with {exception}{site}{headline}",
-    advice=(
-        Advice(
-            text="Read the traceback on the page Post-mortem, or in events/{host}.{pid}.jsonl of the run",
-            expected="it shows the calls that led to the line that raised",
-        ),
+    advice=advise(
+        text="Read the traceback on the page Post-mortem, or in events/{host}.{pid}.jsonl of the run",
+        expected="it shows the calls that led to the line that raised",
     ),
 )
 FAILED_EXIT = Death(
     kind="crashed",
     sentence="The command ended with exit status {status}, without an uncaught Python exception.",
-    advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
+    advice=advise(text="Look at the end of the command's own output", expected="it gives the reason"),
     confidence=0.8,
 )
 #: No training process recorded its end.
@@ -325,22 +299,18 @@ EXIT_AFTER_SIGNAL = replace(
 TIMED_OUT = replace(
     STOPPED,
     sentence="`timeout` ended the command, since its time was over (exit status {status}).",
-    advice=(
-        Advice(
-            text="Give `timeout` more time, or save a checkpoint when SIGTERM comes, if the script does not yet",
-            expected="the training ends by itself, or goes on from there",
-        ),
+    advice=advise(
+        text="Give `timeout` more time, or save a checkpoint when SIGTERM comes, if the script does not yet",
+        expected="the training ends by itself, or goes on from there",
     ),
 )
 EXIT_AFTER_INTERRUPT = replace(EXIT_AFTER_SIGNAL, severity="info", advice=())
 COLLECTOR_KILLED = Death(
     kind="killed",
     sentence="Tidegauge's collector (pid {pid}) was killed; the training is unharmed and its journals go on.",
-    advice=(
-        Advice(
-            text="Run `tidegauge collect latest`",
-            expected="sampling of processes and host resumes; steps, batches and fetches were not interrupted",
-        ),
+    advice=advise(
+        text="Run `tidegauge collect latest`",
+        expected="sampling of processes and host resumes; steps, batches and fetches were not interrupted",
     ),
     severity="warning",
     confidence=0.95,
@@ -364,11 +334,9 @@ ATTEMPT_KILLED = Death(
     kind="killed",
     sentence="Attempt {attempt} ended after {steps}{how}.{silent} All ranks started again; their steps count "
     "from 0.",
-    advice=(
-        Advice(
-            text="Load the newest checkpoint when the script starts, and save one more often",
-            expected="a new attempt repeats only the steps since then",
-        ),
+    advice=advise(
+        text="Load the newest checkpoint when the script starts, and save one more often",
+        expected="a new attempt repeats only the steps since then",
     ),
     severity="warning",
     confidence=0.85,

@@ -37,7 +37,7 @@ from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats
-from collector.findings import Advice, Evidence, Fault, fact
+from collector.findings import Advice, Evidence, Fault, advise, fact
 from collector.store import ProcessKey
 from collector.units import counted, duration, listed, size
 
@@ -262,11 +262,9 @@ stacks` names their lines while it lasts)"
     return Cause(
         sentence=f" Another rank did not come to this collective within the timeout of {duration(seconds)}."
         f"{meanwhile}",
-        advice=(
-            Advice(
-                text=f"Let no rank wait that long: {look}, or raise the timeout (init_process_group(timeout=…))",
-                expected="all ranks come to each collective in time",
-            ),
+        advice=advise(
+            text=f"Let no rank wait that long: {look}, or raise the timeout (init_process_group(timeout=…))",
+            expected="all ranks come to each collective in time",
         ),
         fault="your code",
     )
@@ -294,7 +292,7 @@ def _within(module: str, explain: Callable[[_Raised], Cause]) -> Callable[[_Rais
 
 def _known(text: str, expected: str, fault: Fault | None, sentence: str = "") -> Callable[[_Raised], Cause]:
     """Return the explanation of an error whose text alone gives the cause."""
-    cause = Cause(sentence=sentence, advice=(Advice(text=text, expected=expected),), fault=fault)
+    cause = Cause(sentence=sentence, advice=advise(text=text, expected=expected), fault=fault)
     return lambda _: cause
 
 

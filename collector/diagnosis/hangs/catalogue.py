@@ -20,7 +20,7 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_THREADS,
     COLLECTIVE,
 )
-from collector.findings import Advice, Fault, Finding, extended
+from collector.findings import Advice, Fault, Finding, advise, extended
 from collector.stacks import FULL_PIPE
 
 #: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice; the first that fits.
@@ -165,11 +165,9 @@ HANG_WITHOUT_HOOKS = replace(
 HANG_OF_WORKER = replace(
     HANG,
     sentence="{what} {hangs}: it is {does}{where}; {training} has had no batch for {silent}{held}.",
-    advice=(
-        Advice(
-            text="Set DataLoader(timeout=...) until the cause is found",
-            expected="training ends with an exception, not silently",
-        ),
+    advice=advise(
+        text="Set DataLoader(timeout=...) until the cause is found",
+        expected="training ends with an exception, not silently",
     ),
 )
 #: A process that the training started by itself, and waits for.
@@ -182,12 +180,10 @@ HANG_OF_CHILD = replace(
 HANG_OF_UNDELIVERED = replace(
     HANG,
     sentence="{what} made batch {index}, and it never arrived: {training} has had no batch for {silent}.",
-    advice=(
-        Advice(
-            text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
-            "collate_fn return tensors, arrays, numbers and strings, without generators, locks and open files",
-            expected="the batch can be sent to the training process",
-        ),
+    advice=advise(
+        text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
+        "collate_fn return tensors, arrays, numbers and strings, without generators, locks and open files",
+        expected="the batch can be sent to the training process",
     ),
     confidence=0.9,
     fault="your code",
@@ -196,11 +192,9 @@ HANG_OF_UNDELIVERED = replace(
 HANG_OF_RANK = replace(
     HANG,
     sentence="{what}; {since}.",
-    advice=(
-        Advice(
-            text="Look for what rank {rank} does after {last}: in its log, and by `tidegauge stacks` on its node",
-            expected="its own line or error shows why it has not entered the collective",
-        ),
+    advice=advise(
+        text="Look for what rank {rank} does after {last}: in its log, and by `tidegauge stacks` on its node",
+        expected="its own line or error shows why it has not entered the collective",
     ),
 )
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from collector.findings import Advice
+from collector.findings import Advice, advise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,49 +52,41 @@ HEAP = Resource(
     is_of_objects=True,
     grows="{process} keeps taking host memory: {rise} so far, {slope}/s{per_step}.",
     unconfirmed=_READ_TOO_SELDOM,
-    leak_advice=(
-        Advice(
-            text="Look for what keeps a reference per step: losses, outputs or hidden states kept with their graph "
-            "(use .item() or .detach()), slices of large tensors (use .clone()), metrics without reset(), figures "
-            "without close(), exceptions, itertools.cycle over a loader, hooks that store activations, lists, "
-            "caches and queues without bound, create_graph=True",
-            expected="the growth of {slope}/s stops",
-        ),
+    leak_advice=advise(
+        text="Look for what keeps a reference per step: losses, outputs or hidden states kept with their graph "
+        "(use .item() or .detach()), slices of large tensors (use .clone()), metrics without reset(), figures "
+        "without close(), exceptions, itertools.cycle over a loader, hooks that store activations, lists, "
+        "caches and queues without bound, create_graph=True",
+        expected="the growth of {slope}/s stops",
     ),
 )
 #: The heap of a process that computes batches and steps no optimizer.
 HEAP_OF_OUTPUTS = replace(
     HEAP,
-    leak_advice=(
-        Advice(
-            text="Look for what keeps the outputs of each batch: a list of results grows with the dataset; write "
-            "them to a file as they come, or into one array of their final size (np.memmap). Else look for caches "
-            "without bound",
-            expected="the growth of {slope}/s stops",
-        ),
+    leak_advice=advise(
+        text="Look for what keeps the outputs of each batch: a list of results grows with the dataset; write "
+        "them to a file as they come, or into one array of their final size (np.memmap). Else look for caches "
+        "without bound",
+        expected="the growth of {slope}/s stops",
     ),
 )
 #: The heap of a process without batches, optimizer steps or forward passes.
 HEAP_WITHOUT_ITERATIONS = replace(
     HEAP,
-    leak_advice=(
-        Advice(
-            text="Look for what keeps references: lists and dicts that grow, caches without bound, queues "
-            "that fill faster than they are emptied",
-            expected="the growth of {slope}/s stops",
-        ),
+    leak_advice=advise(
+        text="Look for what keeps references: lists and dicts that grow, caches without bound, queues "
+        "that fill faster than they are emptied",
+        expected="the growth of {slope}/s stops",
     ),
 )
 #: The heap of a process whose growth is pinned memory in use: PyTorch's own gauge of it grows as much.
 HEAP_OF_PINNED = replace(
     HEAP,
     grows="{process} keeps pinned host memory in use: {rise} so far, {slope}/s{per_step}.",
-    leak_advice=(
-        Advice(
-            text="Look for what keeps pinned tensors: buffers that each step makes with pin_memory(), or batches "
-            "of a loader with pin_memory=True. Make a few buffers before the loop, and copy into them",
-            expected="the growth of {slope}/s stops",
-        ),
+    leak_advice=advise(
+        text="Look for what keeps pinned tensors: buffers that each step makes with pin_memory(), or batches "
+        "of a loader with pin_memory=True. Make a few buffers before the loop, and copy into them",
+        expected="the growth of {slope}/s stops",
     ),
 )
 #: Advice on a leak of a process whose threads get more and more.
@@ -113,12 +105,9 @@ WORKER_HEAP = Resource(
     leak="worker-heap-leak",
     grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.{most}",
     unconfirmed=_READ_TOO_SELDOM,
-    leak_advice=(
-        Advice(
-            text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without "
-            "bound)",
-            expected="the growth of {slope}/s stops",
-        ),
+    leak_advice=advise(
+        text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without bound)",
+        expected="the growth of {slope}/s stops",
     ),
 )
 #: Further advice on workers that outlive the epoch.
@@ -131,12 +120,10 @@ WORKER_HEAP_OF_AN_EPOCH = replace(
     WORKER_HEAP,
     grows="{subject} of loader {loader} took memory during each epoch, {rise} at most, and freed it at the end of "
     "the epoch.",
-    leak_advice=(
-        Advice(
-            text="If an epoch needs too much memory, look for a cache in the dataset (`__getitem__` that stores "
-            "what it read, lru_cache without bound)",
-            expected="the growth of {slope}/s stops",
-        ),
+    leak_advice=advise(
+        text="If an epoch needs too much memory, look for a cache in the dataset (`__getitem__` that stores "
+        "what it read, lru_cache without bound)",
+        expected="the growth of {slope}/s stops",
     ),
 )
 #: Pages that forked workers copy from their parent by touching reference counts. It ends when all are copied.
@@ -160,13 +147,11 @@ TENSORS = Resource(
     unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
     "or is not known. Larger batches explain that, or one tensor that is created again, larger each time: "
     "torch.cat of predictions, a metric's state without reset(), a cache of keys and values.",
-    leak_advice=(
-        Advice(
-            text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "
-            ".detach()), hooks that store activations, metrics that gather on the GPU, exceptions kept with their "
-            "traceback, caches without bound",
-            expected="allocated memory stops growing",
-        ),
+    leak_advice=advise(
+        text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "
+        ".detach()), hooks that store activations, metrics that gather on the GPU, exceptions kept with their "
+        "traceback, caches without bound",
+        expected="allocated memory stops growing",
     ),
     confidence=0.95,
 )
@@ -238,12 +223,10 @@ OUTSIDE_PYTORCH = Resource(
     leak="gpu-non-pytorch-growth",
     grows="GPU {device}: memory outside PyTorch keeps growing in the run's processes: {rise} so far, {slope}/s.",
     unconfirmed="{grows} The device as a whole does not show it.",
-    leak_advice=(
-        Advice(
-            text="Look at what takes CUDA memory without PyTorch: NCCL communicators and streams that are created "
-            "again, CUDA extensions, other libraries (CuPy, DALI, RAPIDS) without a bound on their pools",
-            expected="the driver's count grows only with what PyTorch reserves",
-        ),
+    leak_advice=advise(
+        text="Look at what takes CUDA memory without PyTorch: NCCL communicators and streams that are created "
+        "again, CUDA extensions, other libraries (CuPy, DALI, RAPIDS) without a bound on their pools",
+        expected="the driver's count grows only with what PyTorch reserves",
     ),
 )
 #: The same on a device for which the driver does not report the use of each process.
@@ -333,12 +316,10 @@ GPU_FULL_OF_CACHE = replace(GPU_MEMORY, full_advice=(FRAGMENTATION.leak_advice[0
 #: The memory of a GPU on which other programs grow.
 GPU_OF_OTHERS = replace(
     GPU_MEMORY,
-    risk_advice=(
-        Advice(
-            text="End the growing processes on this GPU, or run this training on another one (`nvidia-smi` names "
-            "the processes)",
-            expected="the run has the GPU's memory to itself",
-        ),
+    risk_advice=advise(
+        text="End the growing processes on this GPU, or run this training on another one (`nvidia-smi` names "
+        "the processes)",
+        expected="the run has the GPU's memory to itself",
     ),
 )
 #: The memory of a GPU where neither PyTorch grows nor a process is known that does.
@@ -356,11 +337,9 @@ GPU_UNATTRIBUTED = replace(
 #: The memory of a GPU that the run uses without records of PyTorch's allocator.
 GPU_WITHOUT_RECORDS = replace(
     GPU_MEMORY,
-    risk_advice=(
-        Advice(
-            text="Start the training with `tidegauge run`, which reads PyTorch's allocator too",
-            expected="the report says whether tensors, the cache or a library grow",
-        ),
+    risk_advice=advise(
+        text="Start the training with `tidegauge run`, which reads PyTorch's allocator too",
+        expected="the report says whether tensors, the cache or a library grow",
     ),
 )
 _SHM_ROOM = Advice(

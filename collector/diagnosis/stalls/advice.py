@@ -10,7 +10,7 @@ from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.tuning.what_if import Forecast, Option, forecast, option_text
-from collector.findings import Advice, Fault
+from collector.findings import Advice, Fault, advise
 from collector.units import duration, number, percent, size
 
 #: Advice where processes outside the run use the cores.
@@ -142,7 +142,7 @@ def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tup
     if not steady.fetch_mean < transfer_seconds:
         return ()
     expected = f"about {duration(steady.fetch_mean)} per batch instead of {instead_of}"
-    return (Advice(text="Set num_workers=0", expected=expected),)
+    return advise(text="Set num_workers=0", expected=expected)
 
 
 def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
@@ -157,7 +157,7 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     )
     parts_by_size = sorted((part for part in parts if part[0] >= _LEAST_PART), key=lambda part: -part[0])
     if not parts_by_size:
-        return (Advice(text=_LESS_WAITING_FOR_ANYTHING, expected="the parts of a fetch were not measured"),)
+        return advise(text=_LESS_WAITING_FOR_ANYTHING, expected="the parts of a fetch were not measured")
     return tuple(
         replace(advice, expected=advice.expected.format(share=percent(share))) for share, advice in parts_by_size
     )
@@ -166,12 +166,10 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
 def _advise_cores(case: LoadingCase, limit: WorkerLimit, cores: float) -> tuple[Advice, ...]:
     """Return advice for fetches that wait for a core; more workers would only wait with them."""
     if limit.by == "affinity":
-        return (
-            Advice(
-                text="Let the workers use all cores: reset the CPU affinity in worker_init_fn "
-                "(os.sched_setaffinity(0, range(os.cpu_count())))",
-                expected=f"the workers share {number(cores)} cores instead of queueing for a few",
-            ),
+        return advise(
+            text="Let the workers use all cores: reset the CPU affinity in worker_init_fn "
+            "(os.sched_setaffinity(0, range(os.cpu_count())))",
+            expected=f"the workers share {number(cores)} cores instead of queueing for a few",
         )
     if limit.others:
         free = Advice(
@@ -206,12 +204,12 @@ def _fewer_threads(num_workers: int, limit: WorkerLimit, cores: float) -> tuple[
         text = "Use no more workers and threads than cores: "
         text += f"num_workers={fewer}, and one thread per worker ({_ONE_THREAD})"
         expected = "about the same throughput with less memory: more threads only wait for the cores"
-        return (Advice(text=text, expected=expected),)
+        return advise(text=text, expected=expected)
     if not limit.has_threads:
         return ()
     where = "per worker" if num_workers else "in libraries that the dataset calls"
     expected = "a fetch no longer waits for the cores that its own threads fill"
-    return (Advice(text=f"Use one thread {where} ({_ONE_THREAD})", expected=expected),)
+    return advise(text=f"Use one thread {where} ({_ONE_THREAD})", expected=expected)
 
 
 def cheaper_collate(case: LoadingCase) -> str:

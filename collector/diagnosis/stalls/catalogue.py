@@ -25,7 +25,7 @@ from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
-from collector.findings import Advice, Evidence, Finding, cannot_tell, extended, fact, measurements
+from collector.findings import Advice, Evidence, Finding, advise, cannot_tell, extended, fact, measurements
 from collector.units import counted, duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
@@ -137,14 +137,12 @@ def inline_loading(case: LoadingCase) -> Finding:
     if steady.fetch_mean < HAND_OVER_SECONDS:
         facts["severity"] = "info"
         what = ". Workers would not help: handing a batch over costs as much."
-        advice: tuple[Advice, ...] = (
-            Advice(
-                text="Keep num_workers=0 and make the batch cheaper: hold the data as one tensor and index whole "
-                "batches (`__getitems__` or your own slicing), or use a larger batch",
-                expected=f"up to {percent(steady.wait_ratio)} less time per step; workers would add about "
-                f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
-                effect="changes results",
-            ),
+        advice: tuple[Advice, ...] = advise(
+            text="Keep num_workers=0 and make the batch cheaper: hold the data as one tensor and index whole "
+            "batches (`__getitems__` or your own slicing), or use a larger batch",
+            expected=f"up to {percent(steady.wait_ratio)} less time per step; workers would add about "
+            f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
+            effect="changes results",
         )
     else:
         what = f", while the model computes nothing; {limit.because}."

@@ -17,7 +17,7 @@ from collector.diagnosis.loading.worker_limit import (
 from collector.diagnosis.stalls.advice import FREE_CORES, advise_crowded
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, recorded_seconds
-from collector.findings import Advice, Finding
+from collector.findings import Finding, advise
 from collector.units import duration, number, percent
 
 _MIN_SAMPLES = 3
@@ -54,7 +54,7 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
             f" Loader {loop.loader} keeps up." if keeps_up else ""
         )
         text = FREE_CORES if others else _FEWER_THREADS
-        advice = (Advice(text=text, expected=f"up to {percent(share)} less time per step"),)
+        advice = advise(text=text, expected=f"up to {percent(share)} less time per step")
     return [
         Finding(
             kind="workers-too-slow" if by_workers else "compute-bound",

@@ -20,7 +20,7 @@ from collector.diagnosis.stalls.advice import MAKE_ONCE
 from collector.diagnosis.stalls.case import EpochStarts
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
 from collector.diagnosis.statistics.growth import Floats
-from collector.findings import Advice, Finding
+from collector.findings import Advice, Finding, advise
 from collector.units import counted, duration, percent
 
 _HOUR_SECONDS = 3600.0
@@ -189,7 +189,7 @@ def worker_startup(starts: EpochStarts) -> Finding:
     if is_made_again(starts.loop):
         again += MAKE_ONCE
     once = f"the workers start once: about {startup} less per epoch"
-    advice: tuple[Advice, ...] = (Advice(text=again, expected=once, effect="changes memory"),)
+    advice: tuple[Advice, ...] = advise(text=again, expected=once, effect="changes memory")
     if _is_left_early(starts):
         advice = (_keep_iterator(f"{once}, and the batches that were made ahead are used"), *advice)
     return Finding(

@@ -27,7 +27,7 @@ from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.statistics.growth import Floats, spread
-from collector.findings import Advice, Finding, Locus, fact, measurements
+from collector.findings import Finding, Locus, advise, fact, measurements
 from collector.store import ProcessKey
 from collector.units import count, counted, duration, percent
 from training_harness.records import ROLE_WORKER
@@ -121,7 +121,7 @@ def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKe
             locus=_locus(steps, main, _phase(steps, at, seconds)[0]),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=loss.evidence(pause_seconds=seconds / len(at), saving_count=len(at)),
-            advice=(Advice(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),),
+            advice=advise(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),
         )
     ]
 
@@ -156,9 +156,7 @@ def _recompilations(tables: RunTables, main: ProcessKey) -> list[Finding]:
                 *loss.evidence(pause_seconds=again.seconds / again.count, compilation_count=again.count),
                 fact("failed_condition", again.condition, loss.window),
             ),
-            advice=(
-                Advice(text=advice.format(again.condition), expected=f"up to {percent(loss.ratio)} less time"),
-            ),
+            advice=advise(text=advice.format(again.condition), expected=f"up to {percent(loss.ratio)} less time"),
         )
     ]
 
@@ -203,7 +201,7 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
                 *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
                 *(measurements(len(at), loss.window, pause_cpu_ratio=cpu_ratio) if cpu_ratio is not None else ()),
             ),
-            advice=(Advice(text=advice, expected=f"up to {percent(loss.ratio)} less time"),),
+            advice=advise(text=advice, expected=f"up to {percent(loss.ratio)} less time"),
         )
     ]
 
@@ -254,7 +252,7 @@ def _between_epochs(tables: RunTables, main: ProcessKey, *, without_saves: bool)
                 *loss.evidence(pause_seconds=pause_seconds, usual_step_seconds=usual / SECOND_NS),
                 *(measurements(len(lengths), loss.window, pause_cpu_ratio=cores) if cores is not None else ()),
             ),
-            advice=(Advice(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),),
+            advice=advise(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),
         )
     ]
 
