@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from collector.store.queries.lines import Lines, lines, rollup_lines
-from collector.store.queries.spans import GRID_BUCKETS, Queryable, Span, bucket_source, only, rollup_view
+from collector.store.queries.spans import GRID_BUCKETS, IN_TIME, Queryable, Span, bucket_source, rollup_view
 from collector.store.rollups import tables
 from training_harness.records import ROLE_COLLECTOR
 
@@ -50,9 +50,9 @@ def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
         "(max(smaps_ns) - min(smaps_ns)) / nullif(max(time_ns) - min(time_ns), 0) smaps_ratio, "
         "any_value(private_peak_bytes) private_peak_bytes, max(rss_bytes) rss_peak_bytes FROM agent LEFT JOIN ("
         f"SELECT host, max(private_dirty_bytes_high) private_peak_bytes FROM {rollup_view(within, 'process')} "
-        f"WHERE time_ns BETWEEN $from_ns AND $to_ns AND {_IS_COLLECTOR} GROUP BY host) USING (host) "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY host ORDER BY host",
-        only(within.params, "from_ns", "to_ns"),
+        f"WHERE {IN_TIME} AND {_IS_COLLECTOR} GROUP BY host) USING (host) "
+        f"WHERE {IN_TIME} GROUP BY host ORDER BY host",
+        within.bounds,
     )
 
 

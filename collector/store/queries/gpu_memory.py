@@ -14,10 +14,10 @@ from collector.store.queries.lines import LINE_BUCKETS, Lines, rollup_extremes, 
 from collector.store.queries.spans import (
     GRID_BUCKETS,
     GRID_STEP_NS,
+    IN_TIME,
     Queryable,
     Span,
     bucket_source,
-    only,
     rollup_view,
     width_ns,
 )
@@ -25,7 +25,6 @@ from collector.store.rollups.gpu_peak import COLUMNS, DRIVER_PID, peak_sql
 
 #: One number per GPU of a host: pandas groups by it in a fraction of the time.
 _GPU = "(hash(host, device) >> 1)::BIGINT"
-_IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns"
 _FEWEST_BUCKETS = 200
 #: Marks of errors and cache flushes in a figure; more would look like a line.
 _MARK_BUCKETS = 200
@@ -168,13 +167,13 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
     """
     source, width = bucket_source(snapshot, within, "gpu", _buckets_per_gpu(snapshot, GRID_BUCKETS))
     width = max(width, GRID_STEP_NS)
-    candidates = f"(FROM {source} WHERE {_IN_SPAN}{_until_last_use(snapshot)} {_error_samples(snapshot, within)})"
+    candidates = f"(FROM {source} WHERE {IN_TIME}{_until_last_use(snapshot)} {_error_samples(snapshot, within)})"
     rows = snapshot.query(
         "WITH ended AS (SELECT host, process_pid AS pid, max(time_ns + last_after_ns) AS ended_ns "
-        f"FROM {rollup_view(within, 'process')} WHERE {_IN_SPAN} AND alive_low = 0 GROUP BY ALL) "
+        f"FROM {rollup_view(within, 'process')} WHERE {IN_TIME} AND alive_low = 0 GROUP BY ALL) "
         f"SELECT {_GPU} AS gpu, * EXCLUDE (host, device) FROM ({peak_sql(candidates, width, within.from_ns)}) "
         "LEFT JOIN ended USING (host, pid) ORDER BY time_ns",
-        only(within.params, "from_ns", "to_ns"),
+        within.bounds,
     )
     is_newest, is_driver = ~rows.duplicated("gpu", keep="last"), rows["pid"] == DRIVER_PID
     times = rows.loc[rows["is_moment"] | is_newest, ["gpu", "time_ns"]].drop_duplicates()
@@ -360,7 +359,7 @@ def _count_growth(snapshot: Queryable, within: Span, column: str) -> pd.DataFram
         f"FROM {rollup_view(within, 'device_memory')} WHERE time_ns BETWEEN {since} AND $to_ns"
         f"{f' AND {high} > 0' if starts_at_first else ''}) WHERE grown > 0 AND at_ns BETWEEN $from_ns AND $to_ns "
         f"GROUP BY gpu, (at_ns - $from_ns) // {width_ns(within, _MARK_BUCKETS)}",
-        only(within.params, "from_ns", "to_ns"),
+        within.bounds,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.store.queries.spans import Queryable, Span, only, width_ns
+from collector.store.queries.spans import IN_TIME, Queryable, Span, width_ns
 
 #: Buckets of one line: with two points each, a trace has at most 2,000.
 LINE_BUCKETS = 1000
@@ -52,9 +52,9 @@ def lines(
         expressions += f", {series} AS series"
     table = snapshot.query(
         f"SELECT {', '.join(parts)}{', series' if series else ''} FROM (SELECT time_ns{expressions} "
-        f"FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns AND ({where})) "
+        f"FROM {source} WHERE {IN_TIME} AND ({where})) "
         f"GROUP BY {'series, ' if series else ''}(time_ns - $from_ns) // {width_ns(within, buckets)}",
-        only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
+        within.params if "$rank" in where else within.bounds,
     )
     if not series:
         table["series"] = ""
@@ -88,9 +88,8 @@ def rollup_extremes(
     ]
     return snapshot.query(
         f"SELECT {', '.join(f'{value} AS {name}' for name, value in by.items())}, {', '.join(parts)} FROM {source} "
-        f"WHERE time_ns BETWEEN $from_ns AND $to_ns AND ({where}) "
-        f"GROUP BY {', '.join(by.values())}, (time_ns - $from_ns) // {width}",
-        only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
+        f"WHERE {IN_TIME} AND ({where}) GROUP BY {', '.join(by.values())}, (time_ns - $from_ns) // {width}",
+        within.params if "$rank" in where else within.bounds,
     )
 
 

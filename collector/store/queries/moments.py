@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from collector.store.queries.lines import LINE_BUCKETS
-from collector.store.queries.spans import IN_SPAN, Queryable, Span, bucket_source, only, rollup_view
+from collector.store.queries.spans import IN_SPAN, Queryable, Span, bucket_source, rollup_view
 from collector.store.rollups import tables
 
 #: SQL: the first rank alone, since ranks begin their epochs together.
@@ -38,7 +38,7 @@ def epoch_starts(snapshot: Queryable, within: Span) -> pd.DataFrame:
         "SELECT coalesce(TRY_CAST(body->>'$.begun_ns' AS BIGINT), time_ns) time_ns, "
         "TRY_CAST(body->>'$.loader' AS INTEGER) loader, TRY_CAST(body->>'$.epoch' AS INTEGER) epoch "
         f"FROM epoch_start WHERE {_IS_FIRST_RANK} ORDER BY 1",
-        only(within.params, "rank"),
+        {"rank": within.rank},
     )
     if starts.empty and snapshot.query("SELECT n FROM batch_reach")["n"].iloc[0] <= tables.ROWS_WITHOUT_ROLLUPS:
         starts = snapshot.query(

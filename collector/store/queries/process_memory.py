@@ -16,10 +16,10 @@ from collector.store.queries.lines import Lines, lines, rollup_lines
 from collector.store.queries.spans import (
     GRID_BUCKETS,
     GRID_STEP_NS,
+    IN_TIME,
     Queryable,
     Span,
     bucket_source,
-    only,
     rollup_view,
 )
 from collector.store.rollups.facts import slope
@@ -52,8 +52,8 @@ def process_metric(snapshot: Queryable, within: Span, wanted: str) -> str | None
     """Return `wanted` if any process has it in the span, else `rss_bytes`; None without either."""
     row = snapshot.query(
         f"SELECT coalesce(sum({wanted}_n), 0) wanted, coalesce(sum(rss_bytes_n), 0) rss "
-        f"FROM {rollup_view(within, 'process')} WHERE time_ns BETWEEN $from_ns AND $to_ns",
-        only(within.params, "from_ns", "to_ns"),
+        f"FROM {rollup_view(within, 'process')} WHERE {IN_TIME}",
+        within.bounds,
     ).iloc[0]
     if row["wanted"]:
         return wanted
@@ -73,9 +73,8 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
         f"SELECT {_PROCESS_KEY}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric}_high)::DOUBLE v, "
         f"arg_max(time_ns + {metric}_high_after_ns, {metric}_high) - $from_ns AS at_ns, "
         f"min(time_ns) - $from_ns AS first_ns, min(alive_low) alive "
-        f"FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
-        "AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
-        {**only(within.params, "from_ns", "to_ns"), "host": host},
+        f"FROM {source} WHERE {IN_TIME} AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
+        {**within.bounds, "host": host},
     )
     totals = _sum_by_role(table.merge(_places(snapshot, within)[["process", "role"]], on="process"), width)
     elapsed = (within.from_ns + totals.index.to_numpy() * width - within.origin_ns) / 1e9
@@ -124,8 +123,8 @@ def processes(snapshot: Queryable, within: Span, *, fewest: int | None = 2) -> p
         "arg_max(pss_bytes_newest, time_ns) pss_bytes, max(pss_bytes_high) pss_peak_bytes, "
         "arg_max(rss_bytes_newest, time_ns) rss_bytes, max(rss_bytes_high) rss_peak_bytes "
         f"FROM {rollup_view(within, 'process')} "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL ORDER BY first_ns, process_pid",
-        only(within.params, "from_ns", "to_ns"),
+        f"WHERE {IN_TIME} GROUP BY ALL ORDER BY first_ns, process_pid",
+        within.bounds,
     )
     table = table.merge(_places(snapshot, within), on="process")
     if fewest is not None:
@@ -162,8 +161,8 @@ def _slopes(snapshot: Queryable, within: Span, fewest: int) -> pd.DataFrame:
         f"SELECT {_PROCESS_KEY}, {slope('private_dirty_bytes')} private_dirty_slope, "
         "sum(private_dirty_bytes_n)::BIGINT private_dirty_count, "
         f"{slope('rss_bytes')} rss_slope, sum(rss_bytes_n)::BIGINT rss_count "
-        f"FROM {rollup_view(within, 'process')} WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY {_PROCESS}",
-        only((training(snapshot, within) or within).params, "from_ns", "to_ns"),
+        f"FROM {rollup_view(within, 'process')} WHERE {IN_TIME} GROUP BY {_PROCESS}",
+        (training(snapshot, within) or within).bounds,
     )
     for name in ("private_dirty", "rss"):
         table[f"{name}_slope"] = table[f"{name}_slope"].where(table[f"{name}_count"] >= fewest)
@@ -174,8 +173,8 @@ def last_alive(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """Return when each process was last sampled alive in a short span: host, pid, ticks, alive_seconds."""
     table = snapshot.query(
         "SELECT host, process_pid pid, process_start_ticks ticks, max(time_ns) last_ns FROM process "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND alive IS DISTINCT FROM 0 GROUP BY ALL",
-        only(within.params, "from_ns", "to_ns"),
+        f"WHERE {IN_TIME} AND alive IS DISTINCT FROM 0 GROUP BY ALL",
+        within.bounds,
     )
     table["alive_seconds"] = within.elapsed(table.pop("last_ns"))
     return table
@@ -185,7 +184,7 @@ def _places(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """Return role and place of each process that has the span's rank, or no rank."""
     table = snapshot.query(
         f"SELECT {_PROCESS_KEY}, role, series, process_rank FROM {_place_sql(rollup_view(within, 'process'))}",
-        only(within.params, "from_ns"),
+        {"from_ns": within.from_ns},
     )
     rank = table.pop("process_rank")
     return table if within.rank is None else table[rank.isna() | (rank == within.rank)]
@@ -214,8 +213,7 @@ def process_lines(
     if lacking is not None:
         rows += (
             f" JOIN (SELECT {_PROCESS} FROM {rollup_view(within, 'process')} "
-            f"WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY {_PROCESS} HAVING sum({lacking}_n) = 0) "
-            f"USING ({_PROCESS})"
+            f"WHERE {IN_TIME} GROUP BY {_PROCESS} HAVING sum({lacking}_n) = 0) USING ({_PROCESS})"
         )
     where = f"series IN ({names})"
     return rollup_lines(snapshot, within, rows, [metric], where=where, series="series", width=width)[metric]

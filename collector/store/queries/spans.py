@@ -30,8 +30,9 @@ GRID_STEP_NS = 500_000_000
 #: Steps or batches that a figure shows one by one, at most. Above it they are in groups, this number at most: more
 #: points become a mesh on a screen.
 MOST_SINGLE, MOST_GROUPS = 300, 100
-#: SQL: the row or rollup is in the span.
-IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)"
+#: SQL: the row or rollup is in the time of the span, and of its rank too.
+IN_TIME = "time_ns BETWEEN $from_ns AND $to_ns"
+IN_SPAN = f"{IN_TIME} AND ($rank IS NULL OR rank = $rank)"
 
 
 class Queryable(Protocol):
@@ -77,9 +78,14 @@ class Span:
     rank: int | None = None
 
     @property
+    def bounds(self) -> dict[str, int]:
+        """The parameters of `IN_TIME`; DuckDB refuses one that the SQL does not name."""
+        return {"from_ns": self.from_ns, "to_ns": self.to_ns}
+
+    @property
     def params(self) -> dict[str, Any]:
-        """The parameters of the SQL below."""
-        return {"from_ns": self.from_ns, "to_ns": self.to_ns, "rank": self.rank}
+        """The parameters of `IN_SPAN`."""
+        return {**self.bounds, "rank": self.rank}
 
     @property
     def is_whole(self) -> bool:
@@ -221,8 +227,3 @@ def whole(within: Span, reach: Extent) -> Span:
 def width_ns(within: Span, buckets: int) -> int:
     """Return the width of a bucket (ns) when the span has `buckets` of them."""
     return (within.to_ns - within.from_ns) // buckets + 1
-
-
-def only(params: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the named parameters alone: DuckDB refuses one that the SQL does not name."""
-    return {name: params[name] for name in names}
