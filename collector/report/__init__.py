@@ -36,33 +36,27 @@ if TYPE_CHECKING:
         trend_unit,
     )
     from collector.report.html import finding_box, inline
-    from collector.report.known import Command, change_known, home_of, known_files, known_findings, with_known
-    from collector.report.labels import label
+    from collector.report.known import Command, change_known, home_of, known_files, with_known
     from collector.report.listing import ListEntry, list_entry
     from collector.report.stack_listing import frame_text, heading
     from collector.report.wording import (
         ago,
-        bytes_growth,
         check_words,
         context,
-        count_growth,
         decisive,
         earlier_workers,
         eta,
         evidence_rows,
         exit_record,
-        exit_words,
         finding_heading,
         grouped,
         line_words,
-        locus,
         part,
         samples,
         scope_words,
         since,
         site_words,
         slower_words,
-        stake,
         stall,
         start_words,
         subject,
@@ -75,13 +69,12 @@ _NAMES = {
     "history": "FindingHistory History LevelChange TRENDS Trend change_sentences commands_of commit_words "
     "finding_histories history_of level_changes place_words trend_points trend_unit",
     "html": "finding_box inline",
-    "known": "Command change_known home_of known_files known_findings with_known",
+    "known": "Command change_known home_of known_files with_known",
     "listing": "ListEntry list_entry",
-    "labels": "label",
     "stack_listing": "frame_text heading",
-    "wording": "ago bytes_growth check_words context count_growth decisive earlier_workers eta evidence_rows "
-    "exit_record exit_words finding_heading grouped line_words locus part samples scope_words since site_words "
-    "slower_words stake stall start_words subject title unexplained_end",
+    "wording": "ago check_words context decisive earlier_workers eta evidence_rows exit_record finding_heading "
+    "grouped line_words part samples scope_words since site_words slower_words stall start_words subject title "
+    "unexplained_end",
 }
 
 

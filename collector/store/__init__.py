@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collector.store.lake.ingest import Ingester
     from collector.store.lake.ingest_result import IngestResult
     from collector.store.lake.reader import Snapshot, read
-    from collector.store.runs.annotations import Annotation, Edit
+    from collector.store.runs.annotations import Edit
     from collector.store.runs.documents import (
         ANNOTATION,
         KNOWN_FINDINGS,
@@ -66,7 +66,7 @@ _NAMES = {
     "lake.ingest": "Ingester",
     "lake.ingest_result": "IngestResult",
     "lake.reader": "Snapshot read",
-    "runs.annotations": "Annotation Edit",
+    "runs.annotations": "Edit",
     "runs.documents": "ANNOTATION KNOWN_FINDINGS RESULT SHARED_KNOWN_FINDINGS document_path read_document",
     "runs.locks": "follow_run",
     "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot tags_of",
