@@ -8,7 +8,7 @@ clocks of different hosts are compared.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -70,6 +70,17 @@ class _Use:
             return "idle"
         return "no core" if self.cpu < _MATCHED_RATIO * self.run_queue else "computing"
 
+    @property
+    def words(self) -> str:
+        """Its use of that time, as the end of a sentence."""
+        if self.name == "idle":
+            return (
+                ". Most of that time it neither computes nor waits for a core: it sleeps, or waits for a file, the "
+                "network or a lock"
+            )
+        run_queue = percent(self.run_queue)
+        return f": it computes for {percent(self.cpu)} of this time and waits for a core for {run_queue}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Few:
@@ -78,6 +89,12 @@ class _Few:
     count: int
     seconds: float
     is_saving: bool
+
+    def words(self, of_count: int) -> str:
+        """Return these steps, of this many, as a sentence."""
+        saving = ", most of them with a checkpoint that it saves" if self.is_saving else ""
+        each = f"{counted(self.count, 'step')} of {count(of_count)}, {duration(self.seconds)} each"
+        return f"Most of that falls on {each}{saving}. "
 
 
 def find_rank_straggler(tables: RunTables) -> list[Finding]:
@@ -100,13 +117,13 @@ def _straggler(
 ) -> Finding | None:
     """Return the finding on the rank that holds up the others, which meet in these phases; None without one."""
     meet_on_host = all_steps is hosts
-    steps, hosts = _recent(all_steps), _recent(hosts)
-    outside = _outside_ns(steps, met)
-    straggler = max(outside, key=lambda key: float(np.mean(outside[key])))
-    lateness, waits = _lateness(steps, straggler, met)
+    all_steps = {key: _with_meetings(rows, met) for key, rows in all_steps.items()}
+    steps, hosts = ({key: rows.iloc[-_RECENT_STEPS:] for key, rows in each.items()} for each in (all_steps, hosts))
+    straggler = max(steps, key=lambda key: float(np.mean(floats(steps[key], "outside_ns"))))
+    lateness, waits = _lateness(steps, straggler)
     rows = steps[straggler]
     times, count_all = floats(rows, "time_ns"), len(all_steps[straggler])
-    lost = min(excess.seconds for excess in _lateness(all_steps, straggler, met)) * count_all
+    lost = min(excess.seconds for excess in _lateness(all_steps, straggler)) * count_all
     loss = Loss.of(tables, max(lost, 0.0), len(rows), (times[0], times[-1]))
     certain = lateness.seconds > 3 * lateness.error and waits.seconds > 3 * waits.error
     if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or loss.ratio < LEAST_LOST_RATIO:
@@ -117,7 +134,7 @@ def _straggler(
     flushes = retries.pop(straggler)
     if by == "compute" and all(flushes > other for other in retries.values()):
         by, why = "memory", f"{why}, while its allocator flushed its cache {count(flushes)} times"
-    use, few = None, _few_steps(tables, outside, rows, straggler)
+    use, few = None, _few_steps(tables, steps, straggler)
     if by == "compute" and meet_on_host:
         use = _use_of_time(tables, steps, straggler, lateness.seconds)
     doing = "saving" if few is not None and few.is_saving else by if use is None else use.name
@@ -128,8 +145,7 @@ def _straggler(
         confidence=loss.confidence(_BLOCK_STEPS),
         summary=f"The other ranks wait for rank {rank}: it takes {duration(lateness.seconds)} longer per step, "
         f"and they wait {duration(waits.seconds)} longer in their {_MEETINGS[met]}. "
-        f"{_few_words(few, len(rows))}{why}{_use_words(use)}. "
-        f"That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
+        f"{few.words(len(rows)) if few else ''}{why}{use.words if use else ''}. {loss.words}",
         locus=Locus(host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase),
         since_step=whole(rows["step"].iloc[0]) if len(rows) == count_all else None,
         evidence=loss.evidence(
@@ -146,30 +162,20 @@ def _straggler(
     )
 
 
-def _few_steps(
-    tables: RunTables, outside: dict[ProcessKey, Floats], rows: pd.DataFrame, straggler: ProcessKey
-) -> _Few | None:
+def _few_steps(tables: RunTables, steps: dict[ProcessKey, pd.DataFrame], straggler: ProcessKey) -> _Few | None:
     """Return the few steps on which most of a rank's lateness falls; None if it falls on many."""
-    excess = outside[straggler] - _others_median(outside, straggler)
+    excess = _excess_ns(steps, straggler, "outside_ns")
     longest = np.argsort(excess, kind="stable")[::-1]
     few_count = 1 + int(np.searchsorted(np.cumsum(excess[longest]), _MOST_RATIO * excess.sum()))
     if few_count > _FEW_RATIO * len(excess):
         return None
-    few = rows.iloc[np.sort(longest[:few_count])]
+    few = steps[straggler].iloc[np.sort(longest[:few_count])]
     saving_ns = ns_in(tables.events_of("checkpoint", by=straggler), few)
     return _Few(
         count=few_count,
         seconds=float(excess[longest[:few_count]].mean()) / SECOND_NS,
         is_saving=int(np.count_nonzero(saving_ns)) >= _MATCHED_RATIO * few_count,
     )
-
-
-def _few_words(few: _Few | None, steps_count: int) -> str:
-    if few is None:
-        return ""
-    saving = ", most of them with a checkpoint that it saves" if few.is_saving else ""
-    return f"Most of that falls on {counted(few.count, 'step')} of {count(steps_count)}, \
-{duration(few.seconds)} each{saving}. "
 
 
 def _late_phase(
@@ -182,12 +188,7 @@ def _late_phase(
     """Return the phase in which a rank is late, and by how many seconds per step."""
     names = [name for name in _PHASES if name not in met]
     by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in names}
-    phases = {
-        name: _excess(
-            {key: np.nan_to_num(floats(table, f"{name}_ns")) for key, table in by_rank.items()}, straggler
-        ).seconds
-        for name, by_rank in by_phase.items()
-    }
+    phases = {name: _excess(by_rank, straggler, f"{name}_ns").seconds for name, by_rank in by_phase.items()}
     phase = max(phases, key=lambda name: phases[name])
     if phases["data_wait"] >= _MATCHED_RATIO * late_seconds:
         phase = "data_wait"  # on the device, a wait for data is a gap between two steps
@@ -215,15 +216,6 @@ def _use_of_time(
         shares.append((per_step[straggler] - others) / SECOND_NS / late_seconds)
     cpu, run_queue = (float(np.clip(share, 0.0, 1.0)) for share in shares)
     return _Use(cpu=cpu, run_queue=min(run_queue, 1.0 - cpu))
-
-
-def _use_words(use: _Use | None) -> str:
-    if use is None:
-        return ""
-    if use.name == "idle":
-        return ". Most of that time it neither computes nor waits for a core: it sleeps, or waits for a file, the \
-network or a lock"
-    return f": it computes for {percent(use.cpu)} of this time and waits for a core for {percent(use.run_queue)}"
 
 
 def _advice(by: str, rank: int | None, seconds: float) -> Advice:
@@ -264,37 +256,29 @@ def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFra
     return {key: rows[~rows.index.duplicated()].loc[common] for key, rows in steps.items()}
 
 
-def _recent(steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, pd.DataFrame]:
-    return {key: rows.iloc[-_RECENT_STEPS:] for key, rows in steps.items()}
+def _with_meetings(rows: pd.DataFrame, met: tuple[str, ...]) -> pd.DataFrame:
+    """Return the steps of a rank with their time within the phases in which ranks meet, and outside of them."""
+    within = np.sum([np.nan_to_num(floats(rows, f"{phase}_ns")) for phase in met], axis=0)
+    return rows.assign(within_ns=within, outside_ns=floats(rows, "duration_ns") - within)
 
 
-def _within_ns(steps: dict[ProcessKey, pd.DataFrame], met: tuple[str, ...]) -> dict[ProcessKey, Floats]:
-    return {
-        key: np.sum([np.nan_to_num(floats(rows, f"{phase}_ns")) for phase in met], axis=0)
-        for key, rows in steps.items()
-    }
+def _lateness(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey) -> tuple[_Excess, _Excess]:
+    """Return how much longer a rank is outside of its meetings than the others, and how much less within them."""
+    within = _excess(steps, rank, "within_ns")
+    return _excess(steps, rank, "outside_ns"), replace(within, seconds=-within.seconds)
 
 
-def _outside_ns(steps: dict[ProcessKey, pd.DataFrame], met: tuple[str, ...]) -> dict[ProcessKey, Floats]:
-    return {key: floats(steps[key], "duration_ns") - within for key, within in _within_ns(steps, met).items()}
+def _excess_ns(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey, column: str) -> Floats:
+    """Return how far one rank is above the median of the others in each step."""
+    values = {key: np.nan_to_num(floats(rows, column)) for key, rows in steps.items()}
+    own = values.pop(rank)
+    excess: Floats = own - np.median(np.array([*values.values()]), axis=0)
+    return excess
 
 
-def _lateness(
-    steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey, met: tuple[str, ...]
-) -> tuple[_Excess, _Excess]:
-    """Return how much longer a rank is outside these phases than the others, and how much less within them."""
-    within = {key: -within for key, within in _within_ns(steps, met).items()}
-    return _excess(_outside_ns(steps, met), rank), _excess(within, rank)
-
-
-def _others_median(values: dict[ProcessKey, Floats], rank: ProcessKey) -> Floats:
-    median: Floats = np.median(np.array([series for key, series in values.items() if key != rank]), axis=0)
-    return median
-
-
-def _excess(values: dict[ProcessKey, Floats], rank: ProcessKey) -> _Excess:
+def _excess(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey, column: str) -> _Excess:
     """Return how far one rank is above the median of the others; the error comes from blocks of steps."""
-    excess = (values[rank] - _others_median(values, rank)) / SECOND_NS
+    excess = _excess_ns(steps, rank, column) / SECOND_NS
     blocks = excess[: len(excess) // _BLOCK_STEPS * _BLOCK_STEPS].reshape(-1, _BLOCK_STEPS).mean(axis=1)
     return _Excess(seconds=float(excess.mean()), error=float(blocks.std(ddof=1)) / math.sqrt(len(blocks)))
 
