@@ -34,9 +34,10 @@ from collector.diagnosis.stalls.epoch_start import (
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
+from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.statistics.jumps import jump, rises
 from collector.findings import Finding, extended
-from collector.units import count, duration, percent
+from collector.units import after_steps, duration, percent
 
 MIN_BATCHES = 10
 MIN_FETCHES = 2  # per worker
@@ -106,20 +107,22 @@ def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
     """
     fetches = loop.fetches.sort_values(["epoch", "index"])
     fetches = fetches[np.isfinite(fetch_ns(fetches))]
-    cost = np.log(np.fmax(fetch_ns(fetches), 1.0))
     least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
-    place = jump(cost, max(least, round(_LEAST_SINCE * len(cost))))
-    if place is not None and cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost):
-        place = None  # it may be the end of an epoch that is fast
-    begin = second_epoch if place is None else tuple(fetches[["epoch", "index"]].iloc[place])
-    is_second = place is None or (begin[1] == 0 and (fetches["epoch"].iloc[:place] < second_epoch[0]).all())
-    since, before, took, takes = _parts(loop, begin)
+    begin = _jump(fetches, least)
+    is_second = begin is None or (begin[1] == 0 and begin[0] == second_epoch[0])
+    since, before, took, takes = _parts(loop, begin or second_epoch)
     if before is not None and is_second:
         return since, before, f" The first epoch is left out: a fetch took {took} in it and takes {takes} since."
     if before is not None:
-        return since, before, f" That is so {_since(since)}: a fetch takes {takes}, and took {took} before."
-    if rises(cost, least):
-        last_third = tuple(fetches[["epoch", "index"]].iloc[len(cost) * 2 // 3])
+        return since, before, f" That began {_since(since)}: a fetch takes {takes}, and took {took} before."
+    for worker, own in fetches.groupby("worker"):
+        if (begin := _jump(own, MIN_BATCHES)) is not None:
+            since, before, took, takes = _parts(loop, begin, worker)
+            if before is not None:
+                of_worker = f"a fetch of worker {worker:.0f} takes {takes}, and took {took} before"
+                return since, before, f" That began {_since(since)}: {of_worker}."
+    if rises(_cost(fetches), least):
+        last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
         since, before, took, takes = _parts(loop, last_third)
         if before is not None:
             words = f" Its fetches become longer, so it is judged by those {_since(since)}: {takes}, not {took}."
@@ -127,22 +130,40 @@ def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
     return loop, None, ""
 
 
-def _parts(loop: Loop, begin: tuple[float, ...]) -> tuple[Loop, Loop | None, str, str]:
+def _cost(fetches: pd.DataFrame) -> Floats:
+    """Return the logarithm of each known fetch time (ns)."""
+    return np.log(np.fmax(finite(fetch_ns(fetches)), 1.0))
+
+
+def _jump(fetches: pd.DataFrame, least: int) -> tuple[float, ...] | None:
+    """Return the batch (epoch, index) since which fetches take another time, None without such.
+
+    A jump to shorter fetches late in the run is left out: it may be the end of an epoch that is fast.
+    """
+    cost = _cost(fetches)
+    place = jump(cost, max(least, round(_LEAST_SINCE * len(cost))))
+    if place is None or (cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost)):
+        return None
+    return tuple(fetches[["epoch", "index"]].iloc[place])
+
+
+def _parts(loop: Loop, begin: tuple[float, ...], worker: object = None) -> tuple[Loop, Loop | None, str, str]:
     """Return a loop since one of its batches, the loop before, and the usual fetch times before and since.
 
-    Return the loop as it is and None where these times do not differ, or a part has too few batches.
+    Return the loop as it is and None where these times (those of one worker, if it is given) do not differ, or a
+    part has too few batches.
     """
     tables: list[tuple[pd.DataFrame, pd.DataFrame]] = []
     for rows in (loop.batches, loop.fetches):
         epochs, indices = floats(rows, "epoch"), floats(rows, "index")
         is_since = (epochs > begin[0]) | ((epochs == begin[0]) & (indices >= begin[1]))
         tables.append((rows[~is_since], rows[is_since]))
-    parts = [
+    before, since = (
         dataclasses.replace(loop, batches=batches, fetches=fetches)
         for batches, fetches in zip(*tables, strict=True)
-    ]
-    before, since = parts
-    costs = [np.log(np.fmax(finite(fetch_ns(part.fetches)), 1.0)) for part in parts]
+    )
+    fetches = (part.fetches for part in (before, since))
+    costs = [_cost(rows if worker is None else rows[rows["worker"] == worker]) for rows in fetches]
     steady_count = int((floats(since.batches, "index") >= loop.ramp).sum())
     if min(len(costs[0]), len(costs[1]), steady_count) < MIN_BATCHES:
         return loop, None, "", ""
@@ -157,7 +178,7 @@ def _parts(loop: Loop, begin: tuple[float, ...]) -> tuple[Loop, Loop | None, str
 def _since(loop: Loop) -> str:
     """Return when the batches of a part of a loop begin, in words."""
     step = step_at(loop.tables, loop.main, floats(loop.batches, "time_ns").min())
-    return "in its newest batches" if step is None else f"since step {count(step)}"
+    return "in its newest batches" if step is None else after_steps(step)
 
 
 def _earlier(before: Loop, since: Loop) -> tuple[float, list[Finding]]:
@@ -173,7 +194,7 @@ def _earlier(before: Loop, since: Loop) -> tuple[float, list[Finding]]:
 def _over(causes: list[Finding], since: Loop) -> list[Finding]:
     """Return the causes of waits that are over, as information, if they cost a part of the run."""
     return [
-        dataclasses.replace(cause, severity="info", summary=f"{cause.summary} That is over {_since(since)}.")
+        dataclasses.replace(cause, severity="info", summary=f"{cause.summary} That ended {_since(since)}.")
         for cause in causes
         if (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
     ]

@@ -26,7 +26,7 @@ def test_workers_that_become_slow_late_are_too_slow_since_then(first_slow):
     assert kinds == [("workers-too-slow", "warning")]
     slow = found["workers-too-slow"]
     assert slow.since_step == pytest.approx(first_slow, abs=5)
-    assert f"since step {first_slow}: a fetch takes 20" in slow.summary
+    assert f"That began after {first_slow} steps: a fetch takes 20" in slow.summary
     assert slow.value_of("lost_seconds") == pytest.approx((600 - first_slow) * (SLOW / 2 - 0.04), rel=0.15)
 
 
@@ -34,7 +34,7 @@ def test_workers_that_were_slow_until_a_step_are_information_with_their_cost():
     service = by_number(lambda number: SLOW if number < 240 else FAST)
     findings = diagnose(finish(simulate(**RUN | {"service": service})).tables()).findings
     assert [(f.kind, f.severity) for f in findings] == [("workers-too-slow", "info"), ("compute-bound", "info")]
-    assert "That is over since step 240." in findings[0].summary
+    assert "That ended after 240 steps." in findings[0].summary
     assert findings[0].value_of("lost_seconds") == pytest.approx(240 * (SLOW / 2 - 0.04), rel=0.15)
 
 
@@ -43,14 +43,24 @@ def test_workers_whose_fetches_become_longer_are_judged_by_the_newest():
     service = by_number(lambda number: 0.01 + 0.00025 * number)
     kinds, found = loading_findings(simulate(**RUN | {"service": service, "batches": 600, "epochs": 1}))
     assert kinds == [("workers-too-slow", "warning")]
-    assert "Its fetches become longer, so it is judged by those since step " in found["workers-too-slow"].summary
+    assert "Its fetches become longer, so it is judged by those after " in found["workers-too-slow"].summary
+
+
+def test_a_worker_that_becomes_slow_late_is_slow_since_then():
+    """All fetches together do not jump: three of four workers are as fast as before."""
+    of_worker_2 = by_number(lambda number: 0.4 if number >= 60 else 0.05)
+    run = RUN | {"workers": 4, "service": lambda g, worker, _: of_worker_2(g) if worker == 2 else 0.05}
+    kinds, found = loading_findings(simulate(**run))
+    assert kinds == [("slow-worker", "warning")]
+    assert found["slow-worker"].locus.worker == 2
+    assert "That began after 242 steps: a fetch of worker 2 takes " in found["slow-worker"].summary
 
 
 def test_a_slow_part_of_each_epoch_is_not_over():
     service = by_number(lambda number: SLOW if number % 120 < 60 else FAST)
     kinds, found = loading_findings(simulate(**RUN | {"service": service}))
     assert kinds == [("workers-too-slow", "warning")]
-    assert "since step" not in found["workers-too-slow"].summary
+    assert "That began" not in found["workers-too-slow"].summary
 
 
 def test_the_next_slow_worker_bounds_what_a_fix_of_the_slowest_gains():
