@@ -148,11 +148,17 @@ def inline_loading(case: LoadingCase) -> Finding:
         what = f", while the model computes nothing; {limit.because}."
         outlook = forecast(loop)
         advice, fault = advise_fetches(case, limit, outlook), fault_of_fetches(limit, outlook)
+    slow, slowest = _slow_batches(case)
     return Finding(
         kind="inline-loading",
         summary=f"The training process makes its batches itself (num_workers=0): {percent(steady.wait_ratio)} of "
-        f"the loop's time, {duration(steady.fetch_mean)} per batch{what}",
-        evidence=(*case.waiting_evidence, *case.measured(fetch_seconds=steady.fetch_mean), *limit.evidence),
+        f"the loop's time, {duration(steady.fetch_mean)} per batch{what}{slow}",
+        evidence=(
+            *case.waiting_evidence,
+            *case.measured(fetch_seconds=steady.fetch_mean),
+            *slowest,
+            *limit.evidence,
+        ),
         advice=advice,
         limited_by=limit.by if limit.by in ("oversubscribed", "affinity") else None,
         fault=fault,
@@ -198,15 +204,16 @@ def workers_too_slow(case: LoadingCase) -> Finding:
 
 
 def _slow_batches(case: LoadingCase) -> tuple[str, tuple[Evidence, ...]]:
-    """Return a sentence on a few slow batches that take most of the workers' time, and them; empty without such."""
+    """Return a sentence on a few slow batches that take most of the time of all, and them; empty without such."""
     fetches, tail_ratio = steady_fetches(case.loop), case.steady.tail_ratio
     slow = fetches[is_tail(fetches)]
     in_slow = float(slow["fetch_ns"].sum() / fetches["fetch_ns"].sum())
     if not (tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL):
         return "", ()
+    of_what = "the workers' time" if case.loop.num_workers else "the time for all of them"
     words = (
         f" {percent(tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
-        f"{percent(in_slow)} of the workers' time."
+        f"{percent(in_slow)} of {of_what}."
     )
     return words, (*case.measured(straggler_ratio=tail_ratio), _slowest_batches(slow))
 

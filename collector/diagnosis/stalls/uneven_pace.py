@@ -46,12 +46,15 @@ def slow_in_spells(case: LoadingCase) -> Finding | None:
     limit = worker_limit(loop, fetches=slow)
     lasting = float(np.median([end - begin for begin, end in spells])) / SECOND_NS
     longer, short = (duration(float(np.median(part)) / SECOND_NS) for part in (slow["fetch_ns"], usual))
+    who = f"All workers of loader {loop.loader} are slow at the same times"
+    if loop.num_workers == 1:
+        who = f"The worker of loader {loop.loader} is slow at times"
     listed = ", ".join(window_text(loop.tables, *spell) for spell in spells[:_LISTED_SPELLS])
     return Finding(
         kind="workers-too-slow",
-        summary=f"The workers of loader {loop.loader} keep up, but all of them are slow at the same times: in "
-        f"{counted(len(spells), 'spell')} of about {duration(lasting)}, a batch takes {longer} instead of {short}. "
-        f"That causes {percent(steady.tail_wait_ratio)} of the waiting; in these spells {limit.because}.",
+        summary=f"{who}: in {counted(len(spells), 'spell')} of about {duration(lasting)}, a batch takes {longer} "
+        f"instead of {short}. That causes {percent(steady.tail_wait_ratio)} of the waiting; in these spells "
+        f"{limit.because}.",
         evidence=(
             *case.waiting_evidence,
             *case.measured(straggler_wait_ratio=steady.tail_wait_ratio, worker_idle_ratio=steady.idle_ratio),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -105,29 +106,29 @@ def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
     A first epoch of another pace may change gradually, as a cache fills, and fetches may become longer and longer.
     Without a change, return the loop as it is, None and "".
     """
+    for begin, worker, words in _changes(loop):
+        since, before, took, takes = _parts(loop, begin, worker)
+        if before is not None:
+            return since, before, words.format(since=_since(since), took=took, takes=takes)
+    return loop, None, ""
+
+
+def _changes(loop: Loop) -> Iterator[tuple[tuple[float, ...], object, str]]:
+    """Yield the batches (epoch, index) since which a loop, or one worker, may have another pace, and a sentence."""
     fetches = loop.fetches.sort_values(["epoch", "index"])
     fetches = fetches[np.isfinite(fetch_ns(fetches))]
     least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
     begin = _jump(fetches, least)
-    is_second = begin is None or (begin[1] == 0 and begin[0] == second_epoch[0])
-    since, before, took, takes = _parts(loop, begin or second_epoch)
-    if before is not None and is_second:
-        return since, before, f" The first epoch is left out: a fetch took {took} in it and takes {takes} since."
-    if before is not None:
-        return since, before, f" That began {_since(since)}: a fetch takes {takes}, and took {took} before."
+    if begin is not None and begin != second_epoch:
+        yield begin, None, " That began {since}: a fetch takes {takes}, and took {took} before."
     for worker, own in fetches.groupby("worker"):
-        if (begin := _jump(own, MIN_BATCHES)) is not None:
-            since, before, took, takes = _parts(loop, begin, worker)
-            if before is not None:
-                of_worker = f"a fetch of worker {worker:.0f} takes {takes}, and took {took} before"
-                return since, before, f" That began {_since(since)}: {of_worker}."
-    if rises(_cost(fetches), least):
+        if begin is None and (of_worker := _jump(own, MIN_BATCHES)) is not None:
+            fetch = f"a fetch of worker {worker:.0f}"
+            yield of_worker, worker, f" That began {{since}}: {fetch} takes {{takes}}, and took {{took}} before."
+    if begin is None and rises(_cost(fetches), least):
         last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
-        since, before, took, takes = _parts(loop, last_third)
-        if before is not None:
-            words = f" Its fetches become longer, so it is judged by those {_since(since)}: {takes}, not {took}."
-            return since, before, words
-    return loop, None, ""
+        yield last_third, None, " Its fetches become longer, so it is judged by those {since}: {takes}, not {took}."
+    yield second_epoch, None, " The first epoch is left out: a fetch took {took} in it and takes {takes} since."
 
 
 def _cost(fetches: pd.DataFrame) -> Floats:
@@ -236,11 +237,14 @@ def _starving(case: LoadingCase) -> list[Finding]:
     slow = slow_workers(steady)
     if slow:
         return [catalogue.slow_worker(case, worker) for worker in slow]
+    has_tail = steady.tail_ratio <= catalogue.MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT
+    if has_tail and (spells := slow_in_spells(case)):
+        return [spells]
     if steady.idle_ratio <= BUSY_IDLE or steady.capacity_ratio >= 1.0:
         is_collate = _is_collate_bound(loop, steady)
         return [catalogue.collate_bound(case) if is_collate else catalogue.workers_too_slow(case)]
-    if steady.tail_ratio <= catalogue.MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
-        return [slow_in_spells(case) or catalogue.straggler_samples(case)]
+    if has_tail:
+        return [catalogue.straggler_samples(case)]
     if finding := too_slow_at_times(case):
         return [finding]
     missing = (

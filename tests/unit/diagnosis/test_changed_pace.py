@@ -38,10 +38,12 @@ def test_workers_that_were_slow_until_a_step_are_information_with_their_cost():
     assert findings[0].value_of("lost_seconds") == pytest.approx(240 * (SLOW / 2 - 0.04), rel=0.15)
 
 
-def test_workers_whose_fetches_become_longer_are_judged_by_the_newest():
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_workers_whose_fetches_become_longer_are_judged_by_the_newest(epochs):
     """A cache that is searched from its first entry on, say: on average the workers have time to spare."""
     service = by_number(lambda number: 0.01 + 0.00025 * number)
-    kinds, found = loading_findings(simulate(**RUN | {"service": service, "batches": 600, "epochs": 1}))
+    length = {"batches": 600 // epochs, "epochs": epochs}
+    kinds, found = loading_findings(simulate(**RUN | {"service": service} | length))
     assert kinds == [("workers-too-slow", "warning")]
     assert "Its fetches become longer, so it is judged by those after " in found["workers-too-slow"].summary
 

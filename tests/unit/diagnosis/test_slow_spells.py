@@ -37,7 +37,7 @@ def test_workers_that_are_slow_at_the_same_times_are_no_slow_samples(settings, b
     kinds, found = findings(begins, **settings)
     assert kinds == [("workers-too-slow", "warning")]
     finding = found["workers-too-slow"]
-    assert "all of them are slow at the same times: in 3 spells of about" in finding.summary
+    assert "All workers of loader 0 are slow at the same times: in 3 spells of about" in finding.summary
     assert [str(one.value).count("-") for one in finding.evidence if one.name == "slow_spells"] == [3]
     assert finding.advice[0].text.startswith("Find out what stops at these times")
 
@@ -54,3 +54,14 @@ def test_slow_samples_that_come_alone_are_stragglers():
 
     kinds, _ = loading_findings(simulate(**run | {"service": service}, sampler="RandomSampler"))
     assert kinds == [("straggler-samples", "warning")]
+
+
+def test_a_few_slow_batches_of_a_training_process_are_named():
+    def service(generator, worker, index):
+        return 1.0 if index % 50 == 7 else 0.01
+
+    run = STEADY | {"workers": 0, "batches": 400, "service": service}
+    kinds, found = loading_findings(simulate(**run))
+    assert kinds == [("inline-loading", "warning")]
+    assert "2.0% of the batches are slow ones" in found["inline-loading"].summary
+    assert "straggler_batches" in {one.name for one in found["inline-loading"].evidence}
