@@ -39,8 +39,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     stay. So does /dev/shm that no process is seen to map, where workers of kept iterators live: a forked worker
     holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information, and so
     does a rank that is late by its pauses. Unused memory in the segments of tensors that are kept becomes
-    information, too. A loader with a worker that hangs is not healthy. A training that hung until someone ended it
-    ended since it hung.
+    information, too. A rank that is late by its data loading names what is slow there. A loader with a worker that
+    hangs is not healthy. A training that hung until someone ended it ended since it hung.
     """
     place = finding.locus.rank, finding.locus.loader
     hanging = [one.locus for one in findings if one.kind == "hang" and one.locus.role == "worker"]
@@ -66,6 +66,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if finding.kind == "rank-straggler" and _is_late_by_pauses(findings, finding):
         told = "It is late by its pauses: fix main-thread-pause first."
         return extended(finding, told, severity="info", consequence_of="main-thread-pause")
+    if cause := _slow_loading(findings, finding):
+        return extended(finding, f"Fix {cause} of that rank first.", consequence_of=cause)
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
         return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
     if _ends_with_optimizers(findings, finding):
@@ -124,6 +126,15 @@ def _is_late_by_pauses(findings: list[Finding], late: Finding) -> bool:
     ]
     costs = (pause.value_of("lost_seconds") or 0.0 for pause in pauses)
     return sum(costs) >= (late.value_of("lost_seconds") or math.inf) / 2
+
+
+def _slow_loading(findings: list[Finding], late: Finding) -> str | None:
+    """Return the kind of the finding on the data loading of a rank that is late since it waits for its data."""
+    if late.kind != "rank-straggler" or late.limited_by != "data":
+        return None
+    place = late.locus.host, late.locus.rank
+    of_rank = (one for one in findings if one.group == "data loading" and one.severity != "info")
+    return next((one.kind for one in of_rank if (one.locus.host, one.locus.rank) == place), None)
 
 
 def _ends_with_optimizers(findings: list[Finding], risk: Finding) -> bool:

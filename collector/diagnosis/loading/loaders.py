@@ -333,8 +333,8 @@ def _with_waits_for_thread(batches: pd.DataFrame, steps: pd.DataFrame) -> tuple[
 
     In all, they are at most the time outside the steps that the training did not compute. They are also at most
     what the thread waited more than it did something else: while it puts a batch into a full queue, no one waits
-    for it. Each batch has its share. Where many steps follow the last batch of an epoch, the training had batches
-    in store.
+    for it. And a wait lasts until a batch comes, so that no step ends in it. Each batch has its share. Where many
+    steps follow the last batch of an epoch, the training had batches in store.
     """
     waits, times = np.fmax(floats(batches, "wait_ns"), 0.0), floats(batches, "time_ns")
     epochs = batches["epoch"].to_numpy()
@@ -349,7 +349,10 @@ def _with_waits_for_thread(batches: pd.DataFrame, steps: pd.DataFrame) -> tuple[
         return "unknown", batches
     total_ns = max(float(waits.sum()), 1.0)
     elsewhere_ns = float((lasts - firsts).sum()) - total_ns + float(waits[begins].sum())
-    waited_ns = min(float(np.nanmean(idle)) * len(idle), total_ns - max(0.0, elsewhere_ns))
+    before = np.maximum(np.append(-np.inf, times[:-1]), times - waits)
+    ended = np.append(-np.inf, ends)[np.searchsorted(ends, times, side="right")]
+    without_step_ns = float((times - np.maximum(before, ended)).sum())
+    waited_ns = min(float(np.nanmean(idle)) * len(idle), total_ns - max(0.0, elsewhere_ns), without_step_ns)
     share = max(0.0, waited_ns) / total_ns if is_during.mean() > 1 - _SHARE_IN_STORE else 0.0
     waits, blocked = waits * share, floats(batches, "blocked_ns")
     return "estimated", batches.assign(wait_ns=waits, blocked_ns=np.minimum(blocked, waits))

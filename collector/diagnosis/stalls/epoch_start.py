@@ -186,7 +186,9 @@ def worker_startup(starts: EpochStarts) -> Finding:
         first = f", {duration(warming)} of it for what the first sample of a new worker takes longer"
         measured["first_fetch_seconds"] = starts.mean("first_fetch")
     again = "Set persistent_workers=True"
-    if is_made_again(starts.loop):
+    if starts.loop.setting.get("persistent_workers"):
+        again = "Make the DataLoader once, not in each epoch"
+    elif is_made_again(starts.loop):
         again += MAKE_ONCE
     once = f"the workers start once: about {startup} less per epoch"
     advice: tuple[Advice, ...] = advise(text=again, expected=once, effect="changes memory")

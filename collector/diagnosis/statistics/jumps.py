@@ -6,7 +6,7 @@ import numpy as np
 
 from collector.diagnosis.statistics.growth import Floats
 
-_APART_RATIO = 0.9  # share of the values on their own side of the middle between both levels
+_APART_RATIO = 0.8  # share of the values on their own side of the middle between both levels
 _RISE_RATIO = 0.25  # share of the rise that comes from each third of the series to the next
 _AT_ONCE_RATIO = 0.5  # share of the change that comes at the jump itself: a steady drift has none
 

@@ -142,6 +142,9 @@ def _trace(loop: Loop, rows: pd.DataFrame, costs: _FetchCosts, seconds: float) -
     computing -= 0 if loop.num_workers else cpu.mean()
     share = min(1.0, max(0.0, computing * slow / max(usual, 1e-9)))
     unslowed = 1 - share * (1 - 1 / slow)  # share of the loop's time that is left without waits for a core
+    queued, n = spent_ratio(samples, "run_queue_ns", 2)
+    if n:  # a thread that sleeps much waits for a core as it wakes, more than for each second of computing
+        unslowed = max(unslowed, 1 - queued * seconds / len(rows) / max(usual, 1e-9))
     computing_ratio = float(cpu.sum() / max((cpu + blocked).sum(), 1e-9))
     passing = assumed_overheads(computing_ratio)
     if loop.num_workers:

@@ -268,6 +268,9 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     made_again = simulate(persistent=False, **run).event(1002.0, "loader-again", loader=0)
     (advice,) = loading_findings(made_again)[1]["worker-startup"].advice
     assert advice.text == "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
+    next(event for event in made_again.events if event["kind"] == "loader")["persistent_workers"] = True
+    (advice,) = loading_findings(made_again)[1]["worker-startup"].advice
+    assert advice.text == "Make the DataLoader once, not in each epoch"
     kinds, found = loading_findings(simulate(**run))
     assert kinds == [("worker-startup", "info")]
     assert "a longer run pays no more" in found["worker-startup"].summary
@@ -353,6 +356,14 @@ def test_waits_for_a_thread_that_loads_ahead_have_their_cause(workers, fetch):
     assert any("no prediction yet" in advice.expected for advice in ahead.advice)
     assert verdict.summary["data_wait_ratio"] is None, "that of the thread is not the training's"
     assert verdict.summary["outside_step"]["cpu_ratio"] < 0.7
+
+
+def test_a_step_that_waits_for_the_gpu_is_no_wait_for_the_thread_that_loads_ahead():
+    run = STEADY | {"workers": 2, "service": jittered(0.1), "consumer": jittered(0.02), "batches": 300}
+    (exact,) = find_stalls(simulate(**run).tables())
+    script = _loaded_by_thread(simulate(**run), computed_ratio=0.0)
+    (ahead,) = (finding for finding in diagnose(script.tables()).findings if finding.locus.loader == 0)
+    assert ahead.value_of("lost_seconds") == pytest.approx(exact.value_of("lost_seconds"), rel=0.1)
 
 
 def test_a_training_with_batches_in_store_does_not_wait_for_the_thread_that_loads_ahead():

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from simulated_runs import MIB, Script, ns, sample_process, start_training
 
+from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.verdict import diagnose
+from collector.findings import Finding, Locus, measurements
 from tests.recorded_runs import recorded
 from training_harness.records import ROLE_MAIN
 
@@ -161,3 +163,19 @@ def test_a_rank_that_is_late_by_its_regular_pauses_is_told_of_these_first():
 def test_ranks_that_make_no_other_wait_are_no_stragglers():
     assert find_rank_straggler(ranks(late=0.0).tables()) == []
     assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_late_by_its_data_names_what_is_slow_in_its_loading(rank):
+    (late,) = find_rank_straggler(ranks(late=0.030, column="data_wait_ns").tables())
+    slow = Finding(
+        kind="workers-too-slow",
+        severity="warning",
+        confidence=0.9,
+        summary="Both workers are too slow.",
+        locus=Locus(host="node", rank=rank, role="worker", loader=0),
+        evidence=measurements(9, "run", starved_ratio=0.4, worker_idle_ratio=0.0),
+    )
+    found = without_consequences([late, slow])[0]
+    assert (found.severity, found.consequence_of) == ("warning", "workers-too-slow" if rank else None)
+    assert found.summary.endswith("Fix workers-too-slow of that rank first.") == bool(rank)
