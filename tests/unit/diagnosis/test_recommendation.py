@@ -2,9 +2,10 @@
 
 import dataclasses
 
+import numpy as np
 import pandas as pd
 import pytest
-from simulated_runs import MAIN, MIB, finish, jittered, sample_host, sample_process, simulate
+from simulated_runs import MAIN, MIB, finish, jittered, ns, sample_host, sample_process, simulate
 from test_loader_memory import SECONDS, simulate_training
 
 from collector.diagnosis.loading.loaders import all_loops, loops
@@ -117,3 +118,15 @@ def test_setting_from_before_counts_again_once_it_is_used_again():
     late = batch.tail(50).assign(loader=0, time_ns=batch["time_ns"].tail(50) + 10**10)
     back = dataclasses.replace(tables, streams={**tables.streams, "batch": pd.concat([batch, late])})
     assert [loop.num_workers for loop in loops(back)] == [1]
+
+
+def test_a_loop_that_sleeps_is_not_taken_to_wait_for_a_core_longer_than_the_kernel_counts():
+    """On a machine that others fill, a fetch computes for 0.6 ms and waits for a core for 22 ms as it wakes up."""
+    run = {"service": jittered(0.2), "consumer": jittered(0.04), "prefetch": 2, "split": (0.003, 0.11, 0.887)}
+    script = simulate(workers=2, batches=200, **run)
+    held = np.full(len(SECONDS), 300 * MIB)
+    used = {name: ns(cores) * (SECONDS - SECONDS[0]) for name, cores in (("cpu_ns", 0.03), ("run_queue_ns", 0.05))}
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, **used)
+    one = only(finish(script).tables())
+    assert one.setting.num_workers <= 8
+    assert one.best.batches_per_second < 1.25 / 0.04
