@@ -108,8 +108,8 @@ def run_command(
     return RunOutcome(run=run, exit_status=exit_status, is_stored=is_stored)
 
 
-def check_interval(seconds: float) -> float:
-    """Return the interval between two samples if it is within bounds.
+def check_interval(seconds: float) -> None:
+    """Check the interval between two samples.
 
     Raises:
         TidegaugeError: it is out of bounds.
@@ -117,7 +117,6 @@ def check_interval(seconds: float) -> float:
     low, high = INTERVAL_BOUNDS_SECONDS
     if not low <= seconds <= high:
         raise TidegaugeError(f"the interval {seconds:g} s is not between {low:g} and {high:g} s")
-    return seconds
 
 
 def default_name(argv: Sequence[str]) -> str:

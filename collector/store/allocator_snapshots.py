@@ -45,7 +45,6 @@ class AllocatorSnapshot:
     """
 
     name: str
-    rank: int | None
     pid: int
     segments: pd.DataFrame
     sites: pd.DataFrame
@@ -221,7 +220,6 @@ def _parse(name: str, document: dict[str, Any]) -> AllocatorSnapshot:
     table = sites.drop(columns="device").groupby("site", as_index=False)
     return AllocatorSnapshot(
         name=name,
-        rank=document.get("rank"),
         pid=int(document["pid"]),
         segments=segments,
         sites=table.sum().sort_values("allocated_bytes", ascending=False, kind="stable", ignore_index=True),

@@ -199,7 +199,7 @@ HANG_OF_RANK = replace(
 )
 
 
-def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool, is_forked: bool = False) -> Finding:
+def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool, is_forked: bool) -> Finding:
     """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more.
 
     `is_forked`: the process was forked, and is no DataLoader worker.

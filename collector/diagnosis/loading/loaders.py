@@ -52,7 +52,6 @@ class Loop:
     num_workers: int
     prefetch_factor: int
     in_order: bool
-    start_method: str | None
     batches: pd.DataFrame
     fetches: pd.DataFrame
     waits: Waits
@@ -304,7 +303,6 @@ def _loop(
         num_workers=workers,
         prefetch_factor=(whole(setting.get("prefetch_factor")) or _DEFAULT_PREFETCH) if workers else 0,
         in_order=setting.get("in_order") is not False,
-        start_method=setting.get("start_method"),
         batches=batches,
         fetches=fetches,
         waits=waits,

@@ -7,7 +7,6 @@ fetch costs. With N workers that take w seconds per batch, a loop that needs c s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +66,6 @@ class Pace:
     capacity_ratio: float
     tail_wait_ratio: float
     tail_ratio: float
-    fetch_p99: float
     first_ns: float
     last_ns: float
 
@@ -107,8 +105,7 @@ def pace(loop: Loop) -> Pace | None:
         return None
     rows, times, waits, intervals = rows[steady], times[steady], waits[steady], intervals[steady]
     fetches = steady_fetches(loop)
-    took = finite(floats(fetches, "fetch_ns"))
-    fetch_mean = mean(took) / SECOND_NS
+    fetch_mean = mean(floats(fetches, "fetch_ns")) / SECOND_NS
     starved = waits if _sets_the_pace(loop, fetch_mean, intervals, waits) else starved_ns(loop, rows, times, waits)
     work = without_pauses(np.maximum(intervals - starved, 0.0))
     waits = starved + np.minimum(waits - starved, work)  # a pause that is cut off may lie in a transfer
@@ -131,7 +128,6 @@ def pace(loop: Loop) -> Pace | None:
         capacity_ratio=fetch_mean / (max(loop.num_workers, 1) * max(consumer, 1e-9)),
         tail_wait_ratio=tail_starved,
         tail_ratio=tail,
-        fetch_p99=float(np.quantile(took, 0.99)) / SECOND_NS if len(took) else math.nan,
         first_ns=float(times[0]),
         last_ns=float(times.max()),
     )

@@ -13,7 +13,7 @@ from collector.diagnosis.loading.core_waits import spent_ratio
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
 from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
-from collector.diagnosis.run.columns import SECOND_NS, between, floats, mean, peak, sampled
+from collector.diagnosis.run.columns import SECOND_NS, between, floats, mean, sampled
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.overheads import Overheads, assumed_overheads, overheads
 from collector.diagnosis.tuning.replay import Setting, Trace, slowdown, throughputs
@@ -46,7 +46,6 @@ class Calibration:
         slowdowns: times longer that computing took in workers and in the loop (`slowdown`).
         batches_per_second, wait_ratio: measured rate, and measured share of the time that the loop waited.
         samples_per_batch: mean, NaN if unknown.
-        payload_bytes: bytes of the largest batch; NaN if unknown.
     """
 
     trace: Trace
@@ -58,7 +57,6 @@ class Calibration:
     batches_per_second: float
     wait_ratio: float
     samples_per_batch: float
-    payload_bytes: float
 
     @property
     def shared(self) -> Sharing | None:
@@ -128,7 +126,6 @@ def _calibrate(loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibration | st
         batches_per_second=rate,
         wait_ratio=float(waited.sum()) / total,
         samples_per_batch=mean(floats(rows, "samples_count")),
-        payload_bytes=peak(floats(rows, "payload_bytes")),
     )
 
 
@@ -179,7 +176,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     yields = floats(loop.batches, "time_ns")
     newest = np.argsort(yields, kind="stable")[-_WINDOW_BATCHES:]
     is_cut, batches = len(yields) > len(newest), loop.batches.iloc[newest]
-    batches = batches[["epoch", "index", "payload_bytes", "samples_count"]].assign(
+    batches = batches[["epoch", "index", "samples_count"]].assign(
         yield_ns=yields[newest], wait_ns=floats(batches, "wait_ns")
     )
     batches["asked_ns"] = batches["yield_ns"] - batches["wait_ns"]
