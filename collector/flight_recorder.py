@@ -295,7 +295,9 @@ def dump_fields(data: bytes, *, now_ns: int, since_ns: int) -> dict[str, Any]:
     try:
         version = _text(dump.get("version") or "unknown")
         collectives = [
-            (_names(entry), _collective(entry, now_ns)) for entry in entries if not _is_between_two(entry)
+            (_names(entry), _collective(entry, now_ns))
+            for entry in entries  # other ranks of a group have no part in a send or a receive
+            if entry.get("is_p2p") is not True and not _operation(entry).startswith(("send", "recv"))
         ]
         is_whole = not entries or entries[0]["record_id"] == 0
     except (*_DAMAGE, OverflowError) as error:
@@ -384,11 +386,6 @@ def _names(entry: Mapping[str, Any]) -> tuple[str, str]:
 def _operation(entry: Mapping[str, Any]) -> str:
     """Return the name of a collective without its backend: `all_reduce` of `nccl:all_reduce`."""
     return _text(entry["profiling_name"]).rpartition(":")[2]
-
-
-def _is_between_two(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry is a send or a receive, in which the other ranks of its group have no part."""
-    return entry.get("is_p2p") is True or _operation(entry).startswith(("send", "recv"))
 
 
 def _text(value: object) -> str:

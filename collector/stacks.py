@@ -211,7 +211,10 @@ def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[in
         Stack(
             locus=locus,
             thread=thread.get("thread_name") or f"thread {thread.get('os_thread_id') or thread['thread_id']}",
-            frames=own_work(_frame(frame) for frame in thread["frames"]),
+            frames=own_work(
+                Frame(frame["name"], frame["filename"], 0 if frame.get("module") else frame["line"])
+                for frame in thread["frames"]
+            ),
             waits=waits.get(thread.get("os_thread_id") or -1),
         )
         for thread in dump
@@ -264,10 +267,6 @@ def wait_words(state: str, channel: str | None) -> str | None:
     if state == "D":
         return "waiting for a disk" + (f" ({channel})" if channel else "")
     return f"waiting in {channel}" if channel else None
-
-
-def _frame(frame: Mapping[str, Any]) -> Frame:
-    return Frame(frame["name"], frame["filename"], 0 if frame.get("module") else frame["line"])
 
 
 def own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:

@@ -87,8 +87,9 @@ class LoaderSettings:
         for one in found:
             if one["host"] == self._host:
                 self._take(one)
-        if not self._is_written:
-            self._write()
+        if not self._is_written and self._path is not None:
+            replace_file(self._path, json.dumps(self._settings), FOR_TRAINING)
+            self._is_written = True
         if not self.is_wanted:
             return False
         if self._since_ns is None:
@@ -150,11 +151,6 @@ class LoaderSettings:
             "expected": expected,
         }
         self._is_written = False
-
-    def _write(self) -> None:
-        if self._path is not None:
-            replace_file(self._path, json.dumps(self._settings), FOR_TRAINING)
-            self._is_written = True
 
     def _say(self, loader: int, about: str, text: str) -> None:
         """Write a line about a loader; ranks have the same loaders, so only the first of them is named."""

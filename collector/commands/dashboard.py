@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import click
 
@@ -73,7 +73,8 @@ class DashboardServer:
         self._command, self._environment = _server(home, port)
 
     def __enter__(self) -> DashboardServer:
-        self._before = signal.signal(signal.SIGTERM, _exit)  # The block's end ends the child, unlike a signal.
+        # The block's end ends the child, unlike a signal.
+        self._before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         quiet = subprocess.DEVNULL
         self._child = subprocess.Popen(
             self._command, env=self._environment, stdin=quiet, stdout=quiet, stderr=quiet
@@ -114,10 +115,6 @@ class DashboardServer:
         """Serve until Ctrl-C."""
         with suppress(KeyboardInterrupt):
             self._child.wait()
-
-
-def _exit(number: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _server(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
