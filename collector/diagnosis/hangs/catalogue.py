@@ -19,7 +19,10 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_THREAD,
     AWAITS_THREADS,
     COLLECTIVE,
+    Process,
+    is_forked,
 )
+from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.findings import Advice, Fault, Finding, advise, extended
 from collector.stacks import FULL_PIPE
 
@@ -199,19 +202,17 @@ HANG_OF_RANK = replace(
 )
 
 
-def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool, is_forked: bool) -> Finding:
-    """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more.
-
-    `is_forked`: the process was forked, and is no DataLoader worker.
-    """
+def with_remedy(hang: Finding, waits: str | None, life: Lifecycle, culprit: Process) -> Finding:
+    """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
     kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]
     if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
         remedies = [_READ_OUTPUT]
     if kind == "blocked on a lock" and hang.locus.role != "worker":
-        remedies = [_OWN_LOCK if hang.locus.role == "main" and not is_forked else _FORKED_LOCK]
+        is_own = hang.locus.role == "main" and not is_forked(life, culprit)
+        remedies = [_OWN_LOCK if is_own else _FORKED_LOCK]
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
-    if goes_on:
+    if life.status() == "running":
         advice.append(_LOOK_AGAIN)
     return replace(
         hang, advice=(*advice, *hang.advice), fault=None if kind is None else _HANG_FAULTS.get(kind, "your code")

@@ -282,9 +282,7 @@ def _finding(
         hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(silence["lasted_seconds"]),
     )
-    found = catalogue.with_remedy(
-        found, waits, goes_on=life.status() == "running", is_forked=is_forked(life, culprit)
-    )
+    found = catalogue.with_remedy(found, waits, life, culprit)
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
         found = extended(found, uneven.sentence, *uneven.evidence, advice=(uneven.advice,), fault="your code")

@@ -19,7 +19,6 @@ from collector.diagnosis.hangs.stuck_process import (
     STUCK_WAITS,
     Process,
     Series,
-    is_forked,
     last_series,
     processes_of,
     sampled_seconds_after,
@@ -155,7 +154,5 @@ def _finding(life: Lifecycle, hang: _Hang, series: Series) -> Finding:
         held=hang.held,
         silent=duration(lasted_seconds),
     )
-    found = catalogue.with_remedy(
-        found, waits, goes_on=life.status() == "running", is_forked=is_forked(life, culprit)
-    )
+    found = catalogue.with_remedy(found, waits, life, culprit)
     return catalogue.of_slow(found, transfer) if transfer else found
