@@ -70,6 +70,10 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
+        if missing and earlier is not None:
+            loop, earlier, change = dataclasses.replace(whole_loop, num_workers=loop.num_workers), None, ""
+            steady = pace(loop)
+            missing = _missing(loop, steady)
         at_epochs = _epoch_costs(whole_loop, None if missing else steady)
         if steady is not None and not missing:
             healthy = all(finding.severity == "info" for finding in at_epochs)

@@ -48,14 +48,18 @@ def test_workers_whose_fetches_become_longer_are_judged_by_the_newest(epochs):
     assert "Its fetches become longer, so it is judged by those after " in found["workers-too-slow"].summary
 
 
-def test_a_worker_that_becomes_slow_late_is_slow_since_then():
-    """All fetches together do not jump: three of four workers are as fast as before."""
-    of_worker_2 = by_number(lambda number: 0.4 if number >= 60 else 0.05)
-    run = RUN | {"workers": 4, "service": lambda g, worker, _: of_worker_2(g) if worker == 2 else 0.05}
-    kinds, found = loading_findings(simulate(**run))
-    assert kinds == [("slow-worker", "warning")]
-    assert found["slow-worker"].locus.worker == 2
-    assert "That began after 242 steps: a fetch of worker 2 takes " in found["slow-worker"].summary
+@pytest.mark.parametrize(("slow", "severity"), [((400, 600), "warning"), ((0, 200), "info")])
+def test_a_worker_that_is_slow_for_a_while_has_no_stragglers(slow, severity):
+    """Its batches are a ninth of all, and far slower than the usual one."""
+
+    def service(_generator, worker, index):
+        return 0.5 if worker == 1 and slow[0] <= index < slow[1] else FAST
+
+    _, found = loading_findings(simulate(**RUN | {"workers": 3, "service": service, "batches": 600, "epochs": 1}))
+    late = found["slow-worker"]
+    assert (list(found), late.locus.worker, late.severity) == (["slow-worker"], 1, severity)
+    assert ("That ended after" in late.summary) == (severity == "info")
+    assert ("a fetch of worker 1 takes 500 ms, and took 30 ms" in late.summary) == (severity == "warning")
 
 
 def test_a_slow_part_of_each_epoch_is_not_over():
