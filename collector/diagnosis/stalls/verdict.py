@@ -85,6 +85,8 @@ def find_stalls(tables: RunTables) -> list[Finding]:
                 change = f"{change} The time lost is that of all batches."
             elif all(finding.is_healthy for finding in judged):
                 findings += _over(causes, loop)
+            if not change and not all(finding.is_healthy for finding in judged):
+                change = _within_epochs(loop)
             whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
             findings += [extended(finding, f"{change}{whose}") for finding in judged]
         elif not at_epochs:
@@ -119,8 +121,7 @@ def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
 
 def _changes(loop: Loop) -> Iterator[tuple[tuple[float, ...], object, str]]:
     """Yield the batches (epoch, index) since which a loop, or one worker, may have another pace, and a sentence."""
-    fetches = loop.fetches.sort_values(["epoch", "index"])
-    fetches = fetches[np.isfinite(fetch_ns(fetches))]
+    fetches = _in_order(loop)
     least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
     begin = _jump(fetches, least)
     if begin is not None and begin != second_epoch:
@@ -133,6 +134,12 @@ def _changes(loop: Loop) -> Iterator[tuple[tuple[float, ...], object, str]]:
         last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
         yield last_third, None, " Its fetches become longer, so it is judged by those {since}: {takes}, not {took}."
     yield second_epoch, None, " The first epoch is left out: a fetch took {took} in it and takes {takes} since."
+
+
+def _in_order(loop: Loop) -> pd.DataFrame:
+    """Return the fetches of a loop whose time is known, in the order of their batches."""
+    fetches = loop.fetches.sort_values(["epoch", "index"])
+    return fetches[np.isfinite(fetch_ns(fetches))]
 
 
 def _cost(fetches: pd.DataFrame) -> Floats:
@@ -178,6 +185,21 @@ def _parts(loop: Loop, begin: tuple[float, ...], worker: object = None) -> tuple
         return loop, None, "", ""
     took, takes = (duration(math.exp(cost) / 1e9) for cost in usual)
     return since, before, took, takes
+
+
+def _within_epochs(loop: Loop) -> str:
+    """Return a sentence on the index from which on the fetches of each epoch take another time, "" without one."""
+    fetches = _in_order(loop)
+    by_index = pd.Series(_cost(fetches), index=floats(fetches, "index")).groupby(level=0).median()
+    levels = floats(by_index.to_frame("cost"), "cost")
+    place = jump(levels, max(MIN_BATCHES, loop.ramp)) if fetches["epoch"].nunique() > 1 else None
+    if place is None:
+        return ""
+    before, since = (float(np.median(part)) for part in (levels[:place], levels[place:]))
+    if abs(since - before) <= math.log(_REGIME_RATIO):
+        return ""
+    took, takes = (duration(math.exp(level) / 1e9) for level in (before, since))
+    return f" In each epoch, a fetch takes {takes} from batch {by_index.index[place]:.0f} on, and {took} before."
 
 
 def _since(loop: Loop) -> str:

@@ -139,9 +139,6 @@ def _trace(loop: Loop, rows: pd.DataFrame, costs: _FetchCosts, seconds: float) -
     computing -= 0 if loop.num_workers else cpu.mean()
     share = min(1.0, max(0.0, computing * slow / max(usual, 1e-9)))
     unslowed = 1 - share * (1 - 1 / slow)  # share of the loop's time that is left without waits for a core
-    queued, n = spent_ratio(samples, "run_queue_ns", 2)
-    if n:  # a thread that sleeps much waits for a core as it wakes, more than for each second of computing
-        unslowed = max(unslowed, 1 - queued * seconds / len(rows) / max(usual, 1e-9))
     computing_ratio = float(cpu.sum() / max((cpu + blocked).sum(), 1e-9))
     passing = assumed_overheads(computing_ratio)
     if loop.num_workers:
@@ -238,7 +235,8 @@ def _fetch_costs(rows: pd.DataFrame) -> _FetchCosts:
     total = float(wall[known].sum())
     thread_share, queued_share = float(thread[known].sum()) / total, float(queued[known].sum()) / total
     children_share = float(children[known].sum()) / total
-    computes = thread_share + children_share + queued_share >= _COMPUTES_RATIO
+    # A fetch that hardly computes waits for a core as it wakes up, however little it computes then.
+    computes = thread_share + children_share >= _COMPUTES_RATIO * (1 - queued_share)
     queued_share = queued_share if computes else 0.0
     queued = np.where(known & computes, queued, wall * queued_share)
     thread = np.minimum(np.where(known, thread, wall * thread_share), wall)

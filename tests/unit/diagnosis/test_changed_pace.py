@@ -67,6 +67,8 @@ def test_a_slow_part_of_each_epoch_is_not_over():
     kinds, found = loading_findings(simulate(**RUN | {"service": service}))
     assert kinds == [("workers-too-slow", "warning")]
     assert "That began" not in found["workers-too-slow"].summary
+    words = "In each epoch, a fetch takes 30.1 ms from batch 60 on, and 200 ms before."
+    assert words in found["workers-too-slow"].summary
 
 
 def test_the_next_slow_worker_bounds_what_a_fix_of_the_slowest_gains():

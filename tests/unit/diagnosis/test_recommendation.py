@@ -120,8 +120,8 @@ def test_setting_from_before_counts_again_once_it_is_used_again():
     assert [loop.num_workers for loop in loops(back)] == [1]
 
 
-def test_a_loop_that_sleeps_is_not_taken_to_wait_for_a_core_longer_than_the_kernel_counts():
-    """On a machine that others fill, a fetch computes for 0.6 ms and waits for a core for 22 ms as it wakes up."""
+def test_waits_for_a_core_of_fetches_that_sleep_say_nothing_of_the_loop():
+    """A fetch computes for 0.6 ms, and waits for a core for 22 ms as it wakes up: other programs have the cores."""
     run = {"service": jittered(0.2), "consumer": jittered(0.04), "prefetch": 2, "split": (0.003, 0.11, 0.887)}
     script = simulate(workers=2, batches=200, **run)
     held = np.full(len(SECONDS), 300 * MIB)
