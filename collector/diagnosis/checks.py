@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.loading.steady_state import MIN_BATCHES
 from collector.diagnosis.run.allocators import allocators
 from collector.diagnosis.run.columns import by_process, floats, worker_samples
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.main_thread_pause import LEAST_STEPS
-from collector.diagnosis.stalls.verdict import MIN_BATCHES
 from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import KINDS, Check, Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER

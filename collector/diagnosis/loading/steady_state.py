@@ -3,10 +3,15 @@
 The loop's side gives its wait and its own work per batch; the workers' side gives their idle time and what each
 fetch costs. With N workers that take w seconds per batch, a loop that needs c seconds per batch keeps them busy
 `w / (N c)` of the time: at 1 and above they cannot keep up, however deep the prefetch is.
+
+A steady state may begin late in a run: `since_change` looks for the batch since which fetches take another time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +19,18 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.columns import SECOND_NS, finite, floats, mean, median
+from collector.diagnosis.run.training import step_at
 from collector.diagnosis.statistics.growth import Floats, spread
+from collector.diagnosis.statistics.jumps import jump, rises
+from collector.units import after_steps, duration
 
 #: Share of its time that a worker idles, below which it has none to spare.
 BUSY_IDLE = 0.15
+#: Batches that a verdict on a loop, or on a part of it, needs.
+MIN_BATCHES = 10
+_REGIME_RATIO = 1.5  # of fetch times before a change and since, beyond the error
+_LEAST_SINCE = 0.1  # share of the fetches since a change, and before it
+_MOST_BEFORE = 0.5  # share of the fetches before a change for the better that ends a cause
 _ALWAYS_BUSY = 0.9  # share of the time; the rest is too short to be what the loop mostly waits for
 #: A pause (validation, a checkpoint) is rarer than this and that many times longer than usual.
 _PAUSE_QUANTILE, _PAUSE_FACTOR = 0.95, 10.0
@@ -203,3 +216,105 @@ def without_pauses(durations: Floats) -> Floats:
         return durations
     usual = max(_PAUSE_FACTOR * float(np.median(known)), float(np.quantile(known, _PAUSE_QUANTILE)))
     return np.minimum(durations, usual)
+
+
+def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
+    """Return the loop since its fetches began to take another time, the loop before that, and a sentence on it.
+
+    A first epoch of another pace may change gradually, as a cache fills, and fetches may become longer and longer.
+    Without a change, return the loop as it is, None and "".
+    """
+    for begin, worker, words in _changes(loop):
+        since, before, took, takes = _parts(loop, begin, worker)
+        if before is not None:
+            return since, before, words.format(since=since_words(since), took=took, takes=takes)
+    return loop, None, ""
+
+
+def _changes(loop: Loop) -> Iterator[tuple[tuple[float, ...], object, str]]:
+    """Yield the batches (epoch, index) since which a loop, or one worker, may have another pace, and a sentence."""
+    fetches = _in_order(loop)
+    least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
+    begin = _jump(fetches, least)
+    if begin is not None and begin != second_epoch:
+        yield begin, None, " That began {since}: a fetch takes {takes}, and took {took} before."
+    for worker, own in fetches.groupby("worker"):
+        if begin is None and (of_worker := _jump(own, MIN_BATCHES)) is not None:
+            fetch = f"a fetch of worker {worker:.0f}"
+            yield of_worker, worker, f" That began {{since}}: {fetch} takes {{takes}}, and took {{took}} before."
+    if begin is None and rises(_cost(fetches), least):
+        last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
+        yield last_third, None, " Its fetches become longer, so it is judged by those {since}: {takes}, not {took}."
+    yield second_epoch, None, " The first epoch is left out: a fetch took {took} in it and takes {takes} since."
+
+
+def _in_order(loop: Loop) -> pd.DataFrame:
+    """Return the fetches of a loop whose time is known, in the order of their batches."""
+    fetches = loop.fetches.sort_values(["epoch", "index"])
+    return fetches[np.isfinite(fetch_ns(fetches))]
+
+
+def _cost(fetches: pd.DataFrame) -> Floats:
+    """Return the logarithm of each known fetch time (ns)."""
+    return np.log(np.fmax(finite(fetch_ns(fetches)), 1.0))
+
+
+def _jump(fetches: pd.DataFrame, least: int) -> tuple[float, ...] | None:
+    """Return the batch (epoch, index) since which fetches take another time, None without such.
+
+    A jump to shorter fetches late in the run is left out: it may be the end of an epoch that is fast.
+    """
+    cost = _cost(fetches)
+    place = jump(cost, max(least, round(_LEAST_SINCE * len(cost))))
+    if place is None or (cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost)):
+        return None
+    return tuple(fetches[["epoch", "index"]].iloc[place])
+
+
+def _parts(loop: Loop, begin: tuple[float, ...], worker: object = None) -> tuple[Loop, Loop | None, str, str]:
+    """Return a loop since one of its batches, the loop before, and the usual fetch times before and since.
+
+    Return the loop as it is and None where these times (those of one worker, if it is given) do not differ, or a
+    part has too few batches.
+    """
+    tables: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+    for rows in (loop.batches, loop.fetches):
+        epochs, indices = floats(rows, "epoch"), floats(rows, "index")
+        is_since = (epochs > begin[0]) | ((epochs == begin[0]) & (indices >= begin[1]))
+        tables.append((rows[~is_since], rows[is_since]))
+    before, since = (
+        dataclasses.replace(loop, batches=batches, fetches=fetches)
+        for batches, fetches in zip(*tables, strict=True)
+    )
+    fetches = (part.fetches for part in (before, since))
+    costs = [_cost(rows if worker is None else rows[rows["worker"] == worker]) for rows in fetches]
+    steady_count = int((floats(since.batches, "index") >= loop.ramp).sum())
+    if min(len(costs[0]), len(costs[1]), steady_count) < MIN_BATCHES:
+        return loop, None, "", ""
+    usual = [float(np.median(cost)) for cost in costs]
+    error = 3 * 1.25 * math.hypot(*(float(cost.std()) / math.sqrt(len(cost)) for cost in costs))
+    if abs(usual[1] - usual[0]) <= math.log(_REGIME_RATIO) + error:
+        return loop, None, "", ""
+    took, takes = (duration(math.exp(cost) / 1e9) for cost in usual)
+    return since, before, took, takes
+
+
+def change_within_epochs(loop: Loop) -> str:
+    """Return a sentence on the index from which on the fetches of each epoch take another time, "" without one."""
+    fetches = _in_order(loop)
+    by_index = pd.Series(_cost(fetches), index=floats(fetches, "index")).groupby(level=0).median()
+    levels = floats(by_index.to_frame("cost"), "cost")
+    place = jump(levels, max(MIN_BATCHES, loop.ramp)) if fetches["epoch"].nunique() > 1 else None
+    if place is None:
+        return ""
+    before, since = (float(np.median(part)) for part in (levels[:place], levels[place:]))
+    if abs(since - before) <= math.log(_REGIME_RATIO):
+        return ""
+    took, takes = (duration(math.exp(level) / 1e9) for level in (before, since))
+    return f" In each epoch, a fetch takes {takes} from batch {by_index.index[place]:.0f} on, and {took} before."
+
+
+def since_words(loop: Loop) -> str:
+    """Return when the batches of a part of a loop begin, in words."""
+    step = step_at(loop.tables, loop.main, floats(loop.batches, "time_ns").min())
+    return "in its newest batches" if step is None else after_steps(step)

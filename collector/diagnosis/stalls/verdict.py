@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
-import pandas as pd
 
 from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop, loops
-from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
+from collector.diagnosis.loading.steady_state import (
+    BUSY_IDLE,
+    MIN_BATCHES,
+    Pace,
+    WorkerPace,
+    change_within_epochs,
+    pace,
+    since_change,
+    since_words,
+)
 from collector.diagnosis.loading.worker_limit import SLOW_RATIO, wait_in_next
-from collector.diagnosis.run.columns import finite, floats, written
+from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls import catalogue
 from collector.diagnosis.stalls.case import MIN_PASSES, EpochStarts, LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
@@ -35,12 +41,9 @@ from collector.diagnosis.stalls.epoch_start import (
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
-from collector.diagnosis.statistics.growth import Floats
-from collector.diagnosis.statistics.jumps import jump, rises
 from collector.findings import Finding, extended
-from collector.units import after_steps, duration, percent
+from collector.units import percent
 
-MIN_BATCHES = 10
 MIN_FETCHES = 2  # per worker
 _HEALTHY_STARVED_RATIO = 0.05  # share of the loop's time
 _NEGLIGIBLE_RATIO = 0.01  # share of the run's time below which a transfer or a sampler is no finding
@@ -48,9 +51,6 @@ _TRANSFER_RATIO = 0.4  # share of the loop's time from which the transfer is wha
 _IDLE_MARGIN = 0.10  # how much more of their time the others must idle than a slow worker
 _MAIN_CAUSE = 0.5  # share of the waits, or of a fetch, that makes a cause the main one
 _SLOW_GAIN = 0.5  # share of the waits that must go if the slow worker were like the others
-_REGIME_RATIO = 1.5  # of fetch times before a change and since, beyond the error
-_LEAST_SINCE = 0.1  # share of the fetches since a change, and before it
-_MOST_BEFORE = 0.5  # share of the fetches before a change for the better that ends a cause
 _LEAST_TAIL_WAIT = 0.5  # share of the starving that the slow batches must cause
 _WAITS_FOR_THREAD = (
     " A thread of its own iterates the loader ahead of the training. So the wait is an upper bound: the time "
@@ -86,7 +86,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             elif all(finding.is_healthy for finding in judged):
                 findings += _over(causes, loop)
             if not change and not all(finding.is_healthy for finding in judged):
-                change = _within_epochs(loop)
+                change = change_within_epochs(loop)
             whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
             findings += [extended(finding, f"{change}{whose}") for finding in judged]
         elif not at_epochs:
@@ -106,108 +106,6 @@ def without_repeats(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if not is_contention(f) or f in waits.values()]
 
 
-def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
-    """Return the loop since its fetches began to take another time, the loop before that, and a sentence on it.
-
-    A first epoch of another pace may change gradually, as a cache fills, and fetches may become longer and longer.
-    Without a change, return the loop as it is, None and "".
-    """
-    for begin, worker, words in _changes(loop):
-        since, before, took, takes = _parts(loop, begin, worker)
-        if before is not None:
-            return since, before, words.format(since=_since(since), took=took, takes=takes)
-    return loop, None, ""
-
-
-def _changes(loop: Loop) -> Iterator[tuple[tuple[float, ...], object, str]]:
-    """Yield the batches (epoch, index) since which a loop, or one worker, may have another pace, and a sentence."""
-    fetches = _in_order(loop)
-    least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
-    begin = _jump(fetches, least)
-    if begin is not None and begin != second_epoch:
-        yield begin, None, " That began {since}: a fetch takes {takes}, and took {took} before."
-    for worker, own in fetches.groupby("worker"):
-        if begin is None and (of_worker := _jump(own, MIN_BATCHES)) is not None:
-            fetch = f"a fetch of worker {worker:.0f}"
-            yield of_worker, worker, f" That began {{since}}: {fetch} takes {{takes}}, and took {{took}} before."
-    if begin is None and rises(_cost(fetches), least):
-        last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
-        yield last_third, None, " Its fetches become longer, so it is judged by those {since}: {takes}, not {took}."
-    yield second_epoch, None, " The first epoch is left out: a fetch took {took} in it and takes {takes} since."
-
-
-def _in_order(loop: Loop) -> pd.DataFrame:
-    """Return the fetches of a loop whose time is known, in the order of their batches."""
-    fetches = loop.fetches.sort_values(["epoch", "index"])
-    return fetches[np.isfinite(fetch_ns(fetches))]
-
-
-def _cost(fetches: pd.DataFrame) -> Floats:
-    """Return the logarithm of each known fetch time (ns)."""
-    return np.log(np.fmax(finite(fetch_ns(fetches)), 1.0))
-
-
-def _jump(fetches: pd.DataFrame, least: int) -> tuple[float, ...] | None:
-    """Return the batch (epoch, index) since which fetches take another time, None without such.
-
-    A jump to shorter fetches late in the run is left out: it may be the end of an epoch that is fast.
-    """
-    cost = _cost(fetches)
-    place = jump(cost, max(least, round(_LEAST_SINCE * len(cost))))
-    if place is None or (cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost)):
-        return None
-    return tuple(fetches[["epoch", "index"]].iloc[place])
-
-
-def _parts(loop: Loop, begin: tuple[float, ...], worker: object = None) -> tuple[Loop, Loop | None, str, str]:
-    """Return a loop since one of its batches, the loop before, and the usual fetch times before and since.
-
-    Return the loop as it is and None where these times (those of one worker, if it is given) do not differ, or a
-    part has too few batches.
-    """
-    tables: list[tuple[pd.DataFrame, pd.DataFrame]] = []
-    for rows in (loop.batches, loop.fetches):
-        epochs, indices = floats(rows, "epoch"), floats(rows, "index")
-        is_since = (epochs > begin[0]) | ((epochs == begin[0]) & (indices >= begin[1]))
-        tables.append((rows[~is_since], rows[is_since]))
-    before, since = (
-        dataclasses.replace(loop, batches=batches, fetches=fetches)
-        for batches, fetches in zip(*tables, strict=True)
-    )
-    fetches = (part.fetches for part in (before, since))
-    costs = [_cost(rows if worker is None else rows[rows["worker"] == worker]) for rows in fetches]
-    steady_count = int((floats(since.batches, "index") >= loop.ramp).sum())
-    if min(len(costs[0]), len(costs[1]), steady_count) < MIN_BATCHES:
-        return loop, None, "", ""
-    usual = [float(np.median(cost)) for cost in costs]
-    error = 3 * 1.25 * math.hypot(*(float(cost.std()) / math.sqrt(len(cost)) for cost in costs))
-    if abs(usual[1] - usual[0]) <= math.log(_REGIME_RATIO) + error:
-        return loop, None, "", ""
-    took, takes = (duration(math.exp(cost) / 1e9) for cost in usual)
-    return since, before, took, takes
-
-
-def _within_epochs(loop: Loop) -> str:
-    """Return a sentence on the index from which on the fetches of each epoch take another time, "" without one."""
-    fetches = _in_order(loop)
-    by_index = pd.Series(_cost(fetches), index=floats(fetches, "index")).groupby(level=0).median()
-    levels = floats(by_index.to_frame("cost"), "cost")
-    place = jump(levels, max(MIN_BATCHES, loop.ramp)) if fetches["epoch"].nunique() > 1 else None
-    if place is None:
-        return ""
-    before, since = (float(np.median(part)) for part in (levels[:place], levels[place:]))
-    if abs(since - before) <= math.log(_REGIME_RATIO):
-        return ""
-    took, takes = (duration(math.exp(level) / 1e9) for level in (before, since))
-    return f" In each epoch, a fetch takes {takes} from batch {by_index.index[place]:.0f} on, and {took} before."
-
-
-def _since(loop: Loop) -> str:
-    """Return when the batches of a part of a loop begin, in words."""
-    step = step_at(loop.tables, loop.main, floats(loop.batches, "time_ns").min())
-    return "in its newest batches" if step is None else after_steps(step)
-
-
 def _earlier(before: Loop, since: Loop) -> tuple[float, list[Finding]]:
     """Return the seconds for which a loop starved before a change, and the causes."""
     loop = dataclasses.replace(before, num_workers=since.num_workers)
@@ -221,7 +119,7 @@ def _earlier(before: Loop, since: Loop) -> tuple[float, list[Finding]]:
 def _over(causes: list[Finding], since: Loop) -> list[Finding]:
     """Return the causes of waits that are over, as information, if they cost a part of the run."""
     return [
-        dataclasses.replace(cause, severity="info", summary=f"{cause.summary} That ended {_since(since)}.")
+        dataclasses.replace(cause, severity="info", summary=f"{cause.summary} That ended {since_words(since)}.")
         for cause in causes
         if (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
     ]
