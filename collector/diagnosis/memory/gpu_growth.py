@@ -35,7 +35,7 @@ from collector.diagnosis.run.columns import floats, sampled, seconds
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import while_training
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
-from collector.findings import Finding, Locus, fact
+from collector.findings import Evidence, Finding, Locus, fact
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
 MIN_RETRY_STEPS = 2
@@ -117,34 +117,52 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
         told = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
         return [told] if told is not None else []
-    counts = tensor_count_growth(tables, rank)
-    rise = () if counts is None else (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)
-    return [leak_finding(resources.TENSORS, GrowingUse(use, trend, rise))]
+    return [leak_finding(resources.TENSORS, GrowingUse(use, trend, _more_tensors(tables, rank, trend)))]
+
+
+def _more_tensors(tables: RunTables, rank: Allocator, trend: Growth) -> tuple[Evidence, ...]:
+    """Return the evidence that tensors are kept: their number rises.
+
+    `cudaMallocAsync` does not count them. There the memory that the driver reserves must rise. What a step takes
+    for a while must not, as it does with larger batches and with a tensor that is made again, each time larger.
+    """
+    if np.isfinite(rank.column("allocation_count")).any():
+        counts = tensor_count_growth(tables, rank)
+        if counts is None:
+            return ()
+        return (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)
+    if not share_of(rank.seconds, step_peak_of(tables, rank).values, trend) < CONFIRMED:  # or not known
+        return ()
+    return witnesses_of(trend, {"reserved_rise_bytes": (rank.seconds, rank.column("reserved_bytes"))})
 
 
 def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
-    """Return the growth of unused memory, or where PyTorch releases it at the limit, that of holes."""
+    """Return the growth of unused memory, or else that of the holes, which PyTorch can't release."""
     reserved, split = rank.column("reserved_bytes"), rank.column("inactive_split_bytes")
     unused = reserved - rank.column("active_bytes")
     use = use_of(tables, rank, "unused", unused)
     trend = use.growth(negligible_bytes(reserved))
-    if trend is None:
-        use = use_of(tables, rank, "inactive_split", split)
-        trend = use.growth(negligible_bytes(reserved))
-        confirmed = () if trend is None else witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)})
-        if trend is None or not confirmed:
-            return []
-        return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, confirmed))]
-    if share_of(rank.seconds, step_peak_of(tables, rank).values, trend) >= CONFIRMED:
-        return []  # steps need it: their batches grow
-    if pools := witnesses_of(trend, {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}):
-        return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, pools))]
-    holes = {"inactive_split_rise_bytes": (rank.seconds, split)}
-    witnesses, steps = witnesses_of(trend, holes), retry_steps(rank, trend.since_seconds)
-    if steps >= MIN_RETRY_STEPS:
-        witnesses = (*witnesses, fact("alloc_retry_steps_count", steps, "same window", n=trend.n))
-    # Without a witness it is the high-water mark of uneven sizes.
-    return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, witnesses))] if witnesses else []
+    if trend is not None:
+        if share_of(rank.seconds, step_peak_of(tables, rank).values, trend) >= CONFIRMED:
+            return []  # steps need it: their batches grow
+        pools = {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}
+        if witnesses := witnesses_of(trend, pools):
+            return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, witnesses))]
+        witnesses, steps = (
+            witnesses_of(trend, {"inactive_split_rise_bytes": (rank.seconds, split)}),
+            retry_steps(rank, trend.since_seconds),
+        )
+        if steps >= MIN_RETRY_STEPS:
+            witnesses = (*witnesses, fact("alloc_retry_steps_count", steps, "same window", n=trend.n))
+        if witnesses:
+            return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, witnesses))]
+    # Without a witness it is the high-water mark of uneven sizes, unless the holes grow by themselves.
+    use = use_of(tables, rank, "inactive_split", split)
+    trend = use.growth(negligible_bytes(reserved))
+    witnesses = () if trend is None else witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)})
+    if trend is None or not witnesses:
+        return []
+    return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, witnesses))]
 
 
 def retry_steps(rank: Allocator, since_seconds: float) -> int:

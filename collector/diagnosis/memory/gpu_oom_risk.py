@@ -48,8 +48,8 @@ class _Memory:
         demand: memory that can't be given back, between two steps.
         witnesses: other series of bytes that would grow with it, at the same times.
         peak_bytes: the highest use, NaN if not known.
-        used, library, others: bytes that the driver counts: all, those of the run's processes outside PyTorch, and
-            those of other processes; None where it does not report them.
+        used, library, unrecorded, others: bytes that the driver counts: all, those of the run's processes outside
+            PyTorch, of its processes without records, and of other processes; None where it does not report them.
     """
 
     what: str
@@ -59,6 +59,7 @@ class _Memory:
     peak_bytes: float
     used: Floats | None = None
     library: Floats | None = None
+    unrecorded: Floats | None = None
     others: Floats | None = None
 
 
@@ -94,6 +95,7 @@ def _whole_device(
         peak_bytes=peak(used),
         used=used,
         library=beyond_reserved(ranks, times, run) if ranks else None,
+        unrecorded=run - floats(samples, "recorded_used_bytes") if ranks else None,
         others=floats(samples, "other_used_bytes"),
     )
 
@@ -125,6 +127,8 @@ def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     resource = resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
     if others:
         resource = resources.GPU_OF_OTHERS
+    elif _confirmed(memory, {"unrecorded_processes_rise_bytes": memory.unrecorded}, trend):
+        resource = resources.GPU_OF_UNRECORDED
     elif [witness.name for witness in witnesses] == ["device_used_rise_bytes"]:
         resource = resources.GPU_UNATTRIBUTED
     use = replace(demand, values=_use_at_limit(memory, trend, ranks))

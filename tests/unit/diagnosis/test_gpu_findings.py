@@ -182,8 +182,15 @@ def test_larger_batches_are_not_called_a_leak():
     assert kinds(with_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
 
 
-def test_leak_is_not_claimed_without_allocation_counts():
-    assert kinds(with_allocator(recorded(TENSORS), allocation_count=np.nan))[0] == "cannot-tell"
+def test_without_allocation_counts_a_leak_needs_reserved_memory_that_grows_and_steps_that_do_not():
+    """The allocator `cudaMallocAsync` does not count tensors."""
+    uncounted = with_allocator(recorded(TENSORS), allocation_count=np.nan)
+    assert only_finding(uncounted, "gpu-tensor-leak").value_of("reserved_rise_bytes") > 0
+    assert kinds(with_allocator(uncounted, reserved_bytes=flat("reserved_bytes")))[0] == "cannot-tell"
+    larger = with_allocator(
+        uncounted, allocated_peak_bytes=lambda rows: rows["allocated_bytes"] + rise(rows, "allocated_bytes")
+    )
+    assert kinds(larger)[0] == "cannot-tell"
 
 
 def test_growing_inactive_splits_are_fragmentation():
@@ -225,6 +232,14 @@ def test_holes_that_stay_while_the_cache_is_released_are_fragmentation():
     run = with_allocator(recorded(HOLES), reserved_bytes=reserved)
     evidence = {item.name for item in only_finding(run, "gpu-fragmentation").evidence}
     assert evidence == {"inactive_split_rise_bytes", "unused_rise_bytes"}
+
+
+def test_holes_that_are_the_smaller_part_of_a_growing_cache_are_fragmentation():
+    """Requests that grow leave free segments too, which PyTorch can give back."""
+    run = recorded(HOLES)
+    grown = 4 * rise(run.streams["device_memory"], "inactive_split_bytes")
+    holes = only_finding(with_allocator(run, reserved_bytes=lambda rows: rows["reserved_bytes"] + grown), HOLES)
+    assert holes.value_of("inactive_split_rise_bytes") < 0.5 * holes.value_of("unused_rise_bytes")
 
 
 def test_private_pools_that_grow_are_no_fragmentation_to_tune():

@@ -94,6 +94,16 @@ def test_growth_of_other_processes_is_reported_as_theirs():
     assert "another" in risk.advice[0].text
 
 
+def test_growth_of_processes_without_records_names_workers_that_use_cuda():
+    run = recorded(LIBRARY)
+    grown = rise(run.streams["device"], "process_used_bytes").fillna(0)
+    in_worker = with_driver(run, recorded_used_bytes=lambda rows: rows["process_used_bytes"] - grown)
+    [risk] = find_device_risk(in_worker)
+    assert "DataLoader workers" in risk.advice[0].text
+    assert "batch size" not in " ".join(advice.text for advice in risk.advice)
+    assert "DataLoader workers" not in find_device_risk(run)[0].advice[0].text
+
+
 def test_growth_outside_pytorch_cannot_use_its_cache():
     """The driver knows nothing of PyTorch's cache, and refuses the library."""
     cache = 96 * MIB
