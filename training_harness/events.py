@@ -272,6 +272,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("free_bytes", "int", "free memory of the device, at the error"),
         Field("allocated_bytes", "int", "memory allocated by PyTorch, at the error"),
         Field("reserved_bytes", "int", "memory reserved by PyTorch, at the error"),
+        Field("loaded_state_bytes", "int", "memory of states that `load_state_dict` has copied, at the error"),
         Field("type", "str", "class of the exception"),
         Field("site", "str", "line of the script that took the memory, or called the backward pass"),
         Field("message", "str", "message of the exception; absent if it was caught"),

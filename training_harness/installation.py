@@ -31,6 +31,7 @@ from training_harness.hooks.training import (
     cuda_graphs,
     cuda_oom,
     forward_passes,
+    loaded_states,
     steps,
 )
 from training_harness.hooks.training.step_phases import Progress
@@ -50,6 +51,18 @@ def _beyond(name: str, install: Callable[..., Hook | None], *arguments: Any) -> 
         return None if base is None else install(base, *arguments)
 
     return install_beyond
+
+
+def _install_graphs() -> Hook | None:
+    step_hook, passes = _hooks.get("step"), _hooks.get("forward")
+    if not isinstance(step_hook, steps.StepHook):
+        return None
+    return cuda_graphs.install(step_hook, passes if isinstance(passes, forward_passes.ForwardHook) else None)
+
+
+def _install_cuda_oom() -> Hook:
+    states = _hooks.get("loaded_state")
+    return cuda_oom.install(_progress, states if isinstance(states, loaded_states.LoadedStates) else None)
 
 
 def _install_stages() -> Hook | None:
@@ -131,9 +144,10 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "forward": (partial(forward_passes.install, _progress), {forward_passes.MODULE, _COMPILER}),
     "stage:torch": (_install_stages, {_DATALOADER, _COMPILER}),
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
-    "cuda_graph": (_beyond("step", cuda_graphs.install), {"torch.optim.optimizer", _COMPILER}),
+    "cuda_graph": (_install_graphs, {"torch.optim.optimizer", _COMPILER}),
     "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
-    "cuda_oom": (partial(cuda_oom.install, _progress), {_COMPILER}),
+    "loaded_state": (loaded_states.install, {forward_passes.MODULE, _COMPILER}),
+    "cuda_oom": (_install_cuda_oom, {forward_passes.MODULE, _COMPILER}),
     "checkpoint": (checkpoints.install, {"torch.optim.optimizer", _COMPILER}),
 }
 _TORCH_MODULES = sorted(set[str]().union(*(needs for _, needs in HOOKS.values())))

@@ -150,6 +150,7 @@ LABELS = {
     "allocated_bytes": "allocated memory",
     "allocated_peak_bytes": "allocated memory at its peak",
     "device_allocated_peak_bytes": "allocated memory at its peak, this GPU",
+    "loaded_state_bytes": "checkpoint that the model had copied",
     "other_devices_allocated_peak_bytes": "allocated memory at its peak, other GPUs",
     "step_peak_rise_bytes": "growth of the peak of a step",
     "reserved_bytes": "reserved memory",

@@ -52,3 +52,11 @@ def test_layers_that_are_unfrozen_one_by_one_are_growth_that_ends(watched):
     [told] = run.findings("bounded-growth")
     assert told["locus"]["device"] == 0
     assert "gradients and state of its optimizers" in told["summary"]
+
+
+@pytest.mark.parametrize(("words", "warned"), [((), {"gpu-tensor-leak"}), (("--fixed",), set())])
+def test_replays_of_a_graph_without_an_optimizer_are_judged_like_forward_passes(watched, words, warned):
+    run = watched("replays.py", *words, memory="8G")
+    assert (run.report["run"]["steps"], run.report["run"]["step_unit"]) == (400, "forward pass")
+    assert run.warned - {"gpu-oom-risk"} == warned
+    assert run.failed_hooks == []

@@ -73,6 +73,26 @@ def test_error_before_the_first_step_has_the_account_of_its_moment(watched):
     assert "if the model itself does not fit" in found["advice"][-1]["text"]
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_state_that_a_model_has_copied_is_named_if_it_is_still_on_the_device(watched, is_released):
+    run = watched(
+        sys.executable,
+        "-c",
+        "import torch\n"
+        "model = torch.nn.Linear(8192, 8192, bias=False, device='cuda')\n"
+        "state = {name: tensor.clone() for name, tensor in model.state_dict().items()}\n"
+        "model.load_state_dict(state)\n"
+        f"{'del state' if is_released else ''}\n"
+        "pieces = [torch.empty(300 << 20, dtype=torch.uint8, device='cuda') for _ in range(20)]",
+    )
+    (found,) = run.findings("cuda-oom")
+    first, said = found["advice"][0]["text"], message_figures(run.done.stderr)
+    assert same(evidence(found)["allocated_bytes"], said["allocated_bytes"])
+    assert evidence(found).get("loaded_state_bytes") == (None if is_released else 4 * 8192 * 8192)
+    assert first.startswith("Load the checkpoint on the CPU") == (not is_released)
+    assert run.failed_hooks == []
+
+
 def test_figures_come_from_the_message_without_observers(watched):
     run = watched("errors.py", "forward", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     (found,) = run.findings("cuda-oom")

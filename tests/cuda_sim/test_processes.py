@@ -35,6 +35,7 @@ def test_out_of_memory_in_a_worker_names_that_worker(watched):
     assert "OutOfMemoryError in DataLoader worker process 1" in run.done.stderr
     found = run.findings("cuda-oom")
     assert {(each["locus"]["role"], each["locus"]["worker"]) for each in found} == {("worker", 1)}
+    assert not any("smaller" in advice["text"] for each in found for advice in each["advice"]), "it takes no steps"
     assert "gpu-non-pytorch-growth" not in run.warned, "a worker's PyTorch is no library"
     samples = run.table("device").dropna(subset="process_used_bytes")
     assert (samples["process_used_bytes"] - samples["recorded_used_bytes"]).max() > 512 << 20, "the workers' part"

@@ -83,6 +83,11 @@ _NO_CUDA_IN_WORKERS = Advice(
     "in the training process",
     expected="the workers need no CUDA context, tensors and cache: this one held {room}",
 )
+_RELEASE_STATE = Advice(
+    text="Load the checkpoint on the CPU (torch.load(…, map_location='cpu')), or let go of it after "
+    "load_state_dict(), which copied it into the model: its tensors were still on the device",
+    expected="{room} become free",
+)
 _SMALLER_STEP = Advice(
     text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "
     "largest that fits), activation checkpointing, bfloat16",
@@ -170,6 +175,11 @@ class _Scene:
     def unallocated_bytes(self) -> float:
         """Memory that the allocator held and no tensor used."""
         return self.of("reserved_bytes") - self.of("allocated_bytes")
+
+    @property
+    def loaded_state_bytes(self) -> int:
+        """Memory of a state that a model had loaded, and copied."""
+        return whole(self.error.event.get("loaded_state_bytes")) or 0
 
     @property
     def room_bytes(self) -> float:
@@ -284,6 +294,8 @@ def _summary(scene: _Scene, process: str) -> str:
     if math.isfinite(scene.unallocated_bytes):
         text += f". Tensors held {size(scene.of('allocated_bytes'))}"
         text += f", the allocator {size(scene.unallocated_bytes)} more"
+        if scene.loaded_state_bytes >= _LEAST_GAIN_RATIO * scene.of("limit_bytes"):
+            text += f". {size(scene.loaded_state_bytes)} of the tensors were a state that a model had loaded"
     elif math.isfinite(scene.of(ALLOCATED_PEAK)):
         text += ". " if math.isfinite(request) else ". PyTorch's error has no figures. "
         text += f"The allocator had reserved {size(scene.of('reserved_bytes'))}"
@@ -323,6 +335,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
         ("device_allocated_peak_bytes", scene.device_peaks[0], "run"),
         ("other_devices_allocated_peak_bytes", scene.device_peaks[1], "run"),
         ("allocated_since_step_bytes", scene.taken_bytes, "since the last step"),
+        ("loaded_state_bytes", scene.loaded_state_bytes or math.nan, "at the error"),
     )
     evidence = [fact(name, value, window) for name, value, window in figures if math.isfinite(value)]
     if scene.holds_batches:
@@ -375,6 +388,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     is_raised_again = event.get("allocated_bytes") not in (None, scene.of("allocated_bytes"))
     in_handler = (event.get("in_handler") is True or is_raised_again) and math.isfinite(scene.taken_bytes)
     in_worker = scene.error.slot is not None and math.isfinite(own)
+    state = scene.loaded_state_bytes
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
         (_TENSORS_GREW, "your code", scene.growth is not None and scene.has_more_tensors, growth_gain, rise),
@@ -388,6 +402,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_RELEASE_BATCHES, "your code", holds_batches, more_batches, more_batches),
         (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),
         (_NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
+        (_RELEASE_STATE, "your code", state > 0, state, state),
     )
     least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
     supported = [
@@ -397,7 +412,9 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     ]
     supported.sort(key=lambda option: -option[0])
     fault = supported[0][1] if supported else "your settings"
-    last_resort = _SMALLER_MODEL if scene.is_first else _SMALLER_STEP
+    if supported and scene.error.slot is not None:
+        return tuple(advice for _, _, advice in supported), fault  # a worker takes no steps
+    last_resort = _SMALLER_MODEL if scene.is_first and not scene.is_caught else _SMALLER_STEP
     last_resort = _SMALLER_EVALUATION if scene.in_evaluation else last_resort
     last_resort = _SMALLER_STATE if scene.in_optimizer else last_resort
     return (*(advice for _, _, advice in supported), last_resort), fault

@@ -315,6 +315,23 @@ def test_error_that_ends_a_thread_is_none_that_was_caught(caught, severity):
     assert post_mortem(earlier)[0].severity == "warning", "another thread trains"
 
 
+def test_error_that_was_caught_in_the_first_step_does_not_doubt_the_model():
+    """The training went on, so the model fits."""
+    run = recorded("caught-errors")
+    first_ns = run.streams["step"]["time_ns"].iloc[0] - 1
+    at_first = with_changed_event(run, "cuda-oom", caught=True, error_time_ns=first_ns)
+    assert post_mortem(at_first)[1].endswith("Make a step smaller")
+    assert post_mortem(with_changed_event(at_first, "cuda-oom", caught=False))[1].endswith("No step came before it")
+
+
+def test_state_that_the_model_had_loaded_is_the_first_thing_to_release():
+    run = with_changed_event(recorded("another-job"), "cuda-oom", loaded_state_bytes=900 * MIB)
+    found, advice = post_mortem(run)
+    assert advice.startswith("Load the checkpoint on the CPU")
+    assert "900 MiB of the tensors were a state" in found.summary
+    assert found.value_of("loaded_state_bytes") == 900 * MIB
+
+
 def test_errors_that_were_caught_are_counted():
     run = recorded("caught-errors")
     count = sum(error["errors_count"] for error in run.events_of("cuda-oom"))

@@ -34,7 +34,7 @@ def graph_of(monkeypatch):
     hook = SimpleNamespace(captured=None, stepped=[])
     hook.before = lambda optimizer, *_: hook.stepped.append(("before", optimizer))
     hook.after = lambda optimizer, *_: hook.stepped.append(("after", optimizer))
-    original, installed = Graph.replay, cuda_graphs.install(hook)
+    original, installed = Graph.replay, cuda_graphs.install(hook, None)
 
     def capture(*optimizers, ends=True):
         graph = Graph()

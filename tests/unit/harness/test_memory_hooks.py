@@ -205,7 +205,7 @@ def out_of_memory(tmp_path, monkeypatch):
     observers: list = []
     fake._C = SimpleNamespace(_cuda_attach_out_of_memory_observer=observers.append)
     progress = Progress()
-    hook = OomHook(progress, fake)
+    hook = OomHook(progress, None, fake)
 
     def events(kind: str) -> list[dict]:
         lines = [line for path in current.run_dir.glob("events/*") for line in path.read_text().splitlines()]
@@ -232,7 +232,7 @@ def test_cuda_is_not_touched_before_training_initialises_it(out_of_memory, monke
     nothing = {"_queued_calls": [], "_lazy_seed_tracker": torch.cuda._LazySeedTracker()}  # whatever ran before
     for name, value in {**nothing, "_cudart": object(), "_initialized": False}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    hook = install(world.progress)
+    hook = install(world.progress, None)
     try:
         assert world.observers == []
         torch.cuda.init()  # torch's own, but for the driver

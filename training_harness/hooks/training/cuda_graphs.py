@@ -2,7 +2,7 @@
 
 A capture runs the code of a step and computes nothing, a replay computes and runs no code (torch/cuda/graphs.py).
 So the step hook notes the optimizers that step during a capture, and each replay reports them: once, however often
-they step in the graph.
+they step in the graph. A replay without any is a forward pass, where those count.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from training_harness.hooks.patching import Hook
+from training_harness.hooks.training.forward_passes import ForwardHook
 from training_harness.hooks.training.steps import StepHook
 
 
-def install(step_hook: StepHook) -> Hook:
+def install(step_hook: StepHook, passes: ForwardHook | None) -> Hook:
     """Replace the methods of CUDA graphs that begin and end a capture, and that replay it."""
     optimizers_of: WeakKeyDictionary[Any, list[Callable[[], Any]]] = WeakKeyDictionary()
 
@@ -46,9 +47,12 @@ def install(step_hook: StepHook) -> Hook:
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             references = hook.attempt(optimizers_of.get, graph) or ()
             optimizers = [optimizer for reference in references if (optimizer := reference()) is not None]
+            is_pass = passes is not None and not optimizers and passes.attempt(passes.begin_replay)
             for optimizer in optimizers:
                 step_hook.before(optimizer, (), {})
             result = original(graph, *args, **kwargs)
+            if passes is not None and is_pass:
+                passes.attempt(passes.end_replay)
             for optimizer in optimizers:
                 step_hook.after(optimizer, (), {})
             return result

@@ -26,6 +26,7 @@ from training_harness.hooks.on_request.snapshots import save_allocator
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
 from training_harness.hooks.training.devices import number_in_run
+from training_harness.hooks.training.loaded_states import LoadedStates
 from training_harness.hooks.training.step_phases import Progress
 from training_harness.layout import MEMORY_HISTORY_VARIABLE
 
@@ -45,8 +46,9 @@ _DEVICE = re.compile(r"(?:^Allocation on device|\bGPU) (\d+) (?:would|has)")
 class OomHook(Hook):
     """Hook that watches for errors once CUDA is initialised, and records the allocation history if switched on."""
 
-    def __init__(self, progress: Progress, torch: Any) -> None:
+    def __init__(self, progress: Progress, states: LoadedStates | None, torch: Any) -> None:
         super().__init__("cuda_oom")
+        self._states = states
         self._progress = progress
         self._torch = torch
         self._errors: deque[dict[str, Any]] = deque(maxlen=_ERRORS_AT_MOST)
@@ -93,6 +95,8 @@ class OomHook(Hook):
             stats = self._torch.cuda.memory_stats_as_nested_dict(device)
             error |= {name: stats[name]["all"]["current"] for name in _GAUGES if name in stats}
             error |= self._snapshot_of(error, current)
+            if self._states is not None:
+                error["loaded_state_bytes"] = self._states.attempt(self._states.bytes_on, device)
         except Exception as problem:
             error["snapshot_error"] = f"{type(problem).__name__}: {problem}"
         if in_worker and "path" in error:  # a worker ends no step, and the training ends its workers by a signal
@@ -221,8 +225,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or is_told
 
 
-def install(progress: Progress) -> OomHook:
+def install(progress: Progress, states: LoadedStates | None) -> OomHook:
     """Wait for CUDA to be initialised; nothing is done to CUDA before."""
-    hook = OomHook(progress, sys.modules["torch"])
+    hook = OomHook(progress, states, sys.modules["torch"])
     sys.modules["torch.cuda"]._lazy_call(hook.cuda_is_ready)
     return hook

@@ -224,6 +224,29 @@ class ForwardHook(Hook):
 
         return _Call(call, kind, own)
 
+    def begin_replay(self) -> bool:
+        """Begin a pass that replays a CUDA graph; return False where other units, or calls of modules, count."""
+        progress = self._progress
+        if progress.sees_batches or progress.ended_by > UNIT_PASS or has_optimizer() or is_worker():
+            return False
+        current = session.active or session.start()
+        if current is None or self._outermost(sys._getframe(1)) is not None:
+            return False
+        if not (current.process_started and progress.sees_passes):
+            self._begin()
+        now_ns = time.monotonic_ns()
+        cpu_ns = progress.boundary_cpu_clock(now_ns)
+        progress.calls.log((self, progress.on_pass_begin, now_ns, get_ident(), cpu_ns))
+        if now_ns >= progress.calls.due_ns:
+            progress.catch_up(now_ns)
+        return True
+
+    def end_replay(self) -> None:
+        """End a pass that replayed a CUDA graph."""
+        progress = self._progress
+        cpu_ns = time.thread_time_ns() if progress.reads_cpu else UNREAD
+        progress.calls.log((self, progress.on_pass_end, time.monotonic_ns(), get_ident(), cpu_ns))
+
     def _count_outer(self, outer: type) -> None:
         """Count a module found around the leading one; its class leads after several such calls."""
         self._calls[outer] += 1
