@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,7 @@ BUSY_IDLE = 0.15
 MIN_BATCHES = 10
 _REGIME_RATIO = 1.5  # of fetch times before a change and since, beyond the error
 _LEAST_SINCE = 0.1  # share of the fetches since a change, and before it
-_MOST_BEFORE = 0.5  # share of the fetches before a change for the better that ends a cause
+_MOST_BEFORE = 0.5  # largest share of the fetches before a jump to shorter ones
 _ALWAYS_BUSY = 0.9  # share of the time; the rest is too short to be what the loop mostly waits for
 #: A pause (validation, a checkpoint) is rarer than this and that many times longer than usual.
 _PAUSE_QUANTILE, _PAUSE_FACTOR = 0.95, 10.0
@@ -218,34 +218,57 @@ def without_pauses(durations: Floats) -> Floats:
     return np.minimum(durations, usual)
 
 
-def since_change(loop: Loop) -> tuple[Loop, Loop | None, str]:
-    """Return the loop since its fetches began to take another time, the loop before that, and a sentence on it.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Change:
+    """A change of the pace of a loop.
 
-    A first epoch of another pace may change gradually, as a cache fills, and fetches may become longer and longer.
-    Without a change, return the loop as it is, None and "".
+    Attributes:
+        since, before: the loop since the change, and before it.
+        kind: whether fetches take another time at once, become longer and longer, or are others in the first epoch.
+        worker: the one whose fetches changed, None if it is not one alone.
+        takes, took: the usual time of a fetch since and before, in words.
     """
-    for begin, worker, words in _changes(loop):
-        since, before, took, takes = _parts(loop, begin, worker)
-        if before is not None:
-            return since, before, words.format(since=since_words(since), took=took, takes=takes)
-    return loop, None, ""
+
+    since: Loop
+    before: Loop
+    kind: Literal["jump", "drift", "first epoch"]
+    worker: int | None
+    takes: str
+    took: str
+
+    def words(self, *, is_new: bool) -> str:
+        """Return a sentence on the change, for a cause that is new since then or not."""
+        if self.kind == "first epoch":
+            return f"The first epoch is left out: a fetch took {self.took} in it and takes {self.takes} since."
+        begin = since_words(self.since)
+        if self.kind == "drift":
+            judged = f"the verdict is on those {begin} ({self.takes}, before {self.took})"
+            return f"The fetches of this loader become longer: {judged}."
+        whose = "" if self.worker is None else f" of worker {self.worker}"
+        what = f"a fetch{whose} takes {self.takes}, and took {self.took} before."
+        return f"That began {begin}: {what}" if is_new else f"The verdict is on the batches {begin}: {what}"
 
 
-def _changes(loop: Loop) -> Iterator[tuple[tuple[float, ...], object, str]]:
-    """Yield the batches (epoch, index) since which a loop, or one worker, may have another pace, and a sentence."""
+def since_change(loop: Loop) -> Change | None:
+    """Return the change of a loop since which it is to be judged, None without one.
+
+    Fetches of all workers, or of one, may jump to another time; they may become longer and longer; and those of the
+    first epoch may take another time, as where a cache fills.
+    """
     fetches = _in_order(loop)
     least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
     begin = _jump(fetches, least)
     if begin is not None and begin != second_epoch:
-        yield begin, None, " That began {since}: a fetch takes {takes}, and took {took} before."
-    for worker, own in fetches.groupby("worker"):
-        if begin is None and (of_worker := _jump(own, MIN_BATCHES)) is not None:
-            fetch = f"a fetch of worker {worker:.0f}"
-            yield of_worker, worker, f" That began {{since}}: {fetch} takes {{takes}}, and took {{took}} before."
-    if begin is None and rises(_cost(fetches), least):
-        last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
-        yield last_third, None, " Its fetches become longer, so it is judged by those {since}: {takes}, not {took}."
-    yield second_epoch, None, " The first epoch is left out: a fetch took {took} in it and takes {takes} since."
+        return _change(loop, begin, "jump")
+    if begin is None:
+        for worker in map(int, np.unique(floats(fetches, "worker"))):
+            begin = _jump(fetches[fetches["worker"] == worker], MIN_BATCHES)
+            if begin is not None and (change := _change(loop, begin, "jump", worker)):
+                return change
+        if rises(_cost(fetches), least):
+            last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
+            return _change(loop, last_third, "drift")
+    return _change(loop, second_epoch, "first epoch")
 
 
 def _in_order(loop: Loop) -> pd.DataFrame:
@@ -271,11 +294,12 @@ def _jump(fetches: pd.DataFrame, least: int) -> tuple[float, ...] | None:
     return tuple(fetches[["epoch", "index"]].iloc[place])
 
 
-def _parts(loop: Loop, begin: tuple[float, ...], worker: object = None) -> tuple[Loop, Loop | None, str, str]:
-    """Return a loop since one of its batches, the loop before, and the usual fetch times before and since.
+def _change(
+    loop: Loop, begin: tuple[float, ...], kind: Literal["jump", "drift", "first epoch"], worker: int | None = None
+) -> Change | None:
+    """Return the change of a loop, or of one of its workers, at one of its batches.
 
-    Return the loop as it is and None where these times (those of one worker, if it is given) do not differ, or a
-    part has too few batches.
+    None if the usual times of a fetch before and since do not differ, or a part has too few batches.
     """
     tables: list[tuple[pd.DataFrame, pd.DataFrame]] = []
     for rows in (loop.batches, loop.fetches):
@@ -290,31 +314,35 @@ def _parts(loop: Loop, begin: tuple[float, ...], worker: object = None) -> tuple
     costs = [_cost(rows if worker is None else rows[rows["worker"] == worker]) for rows in fetches]
     steady_count = int((floats(since.batches, "index") >= loop.ramp).sum())
     if min(len(costs[0]), len(costs[1]), steady_count) < MIN_BATCHES:
-        return loop, None, "", ""
+        return None
     usual = [float(np.median(cost)) for cost in costs]
     error = 3 * 1.25 * math.hypot(*(float(cost.std()) / math.sqrt(len(cost)) for cost in costs))
     if abs(usual[1] - usual[0]) <= math.log(_REGIME_RATIO) + error:
-        return loop, None, "", ""
+        return None
     took, takes = (duration(math.exp(cost) / 1e9) for cost in usual)
-    return since, before, took, takes
+    return Change(since=since, before=before, kind=kind, worker=worker, takes=takes, took=took)
 
 
 def change_within_epochs(loop: Loop) -> str:
-    """Return a sentence on the index from which on the fetches of each epoch take another time, "" without one."""
+    """Return a sentence on the index from which on the fetches of each epoch take another time, "" without one.
+
+    Only indices that several epochs have count: a single epoch may change for another reason.
+    """
     fetches = _in_order(loop)
-    by_index = pd.Series(_cost(fetches), index=floats(fetches, "index")).groupby(level=0).median()
-    levels = floats(by_index.to_frame("cost"), "cost")
-    place = jump(levels, max(MIN_BATCHES, loop.ramp)) if fetches["epoch"].nunique() > 1 else None
+    by_index = pd.Series(_cost(fetches), index=floats(fetches, "index")).groupby(level=0).agg(["median", "count"])
+    levels = by_index.loc[by_index["count"] > 1, "median"]
+    costs = levels.to_numpy(dtype=float)
+    place = jump(costs, max(MIN_BATCHES, loop.ramp))
     if place is None:
         return ""
-    before, since = (float(np.median(part)) for part in (levels[:place], levels[place:]))
+    before, since = (float(np.median(part)) for part in (costs[:place], costs[place:]))
     if abs(since - before) <= math.log(_REGIME_RATIO):
         return ""
     took, takes = (duration(math.exp(level) / 1e9) for level in (before, since))
-    return f" In each epoch, a fetch takes {takes} from batch {by_index.index[place]:.0f} on, and {took} before."
+    return f"In each epoch, a fetch takes {takes} from batch {levels.index[place]:.0f} on, and {took} before."
 
 
 def since_words(loop: Loop) -> str:
     """Return when the batches of a part of a loop begin, in words."""
     step = step_at(loop.tables, loop.main, floats(loop.batches, "time_ns").min())
-    return "in its newest batches" if step is None else after_steps(step)
+    return "late in the run" if step is None else after_steps(step)

@@ -139,7 +139,11 @@ def worker_limit(loop: Loop, worker: int | None = None, *, fetches: pd.DataFrame
     others = False
     # Threads of a worker that compute wait for a core too, and the fetch is blocked until they are done.
     is_larger = queued >= waiting or helpers_ratio > 0
-    if queued >= _QUEUED and is_larger and (worker is None or _queues_more(loop, worker)):
+    if (
+        queued >= _QUEUED and is_larger and fetches is not None
+    ):  # what has the cores is known for the whole loop alone
+        by, because, waits_for = None, f"fetches wait {percent(queued)} of their time for a core", None
+    elif queued >= _QUEUED and is_larger and (worker is None or _queues_more(loop, worker)):
         in_use = _cores_of_run(loop, rows)
         are_free = cores_are_free(loop.tables, loop.main[0], float(times.min()), float(times.max()))
         allowed = peak(floats(_samples(loop, loop.fetches), "allowed_cores_count"))

@@ -56,15 +56,15 @@ _WAITS_IN_COMMON = {
 _STOPS = {
     "storage": "what the disk or file server is busy with at these times (`iostat -x 1`, `nfsiostat 1`)",
     "network": "what the server that they read from, or the network, is busy with at these times",
-    "lock": "who holds the lock at these times",
+    "lock": "what holds the lock at these times",
     "sleep": "why all workers sleep at these times: a rate limit, or retries after errors of a server",
     "pipe": "why what fills the pipe stops at these times",
     "child": "what the child processes wait for at these times",
     "service": "why the process or service that they ask does not answer at these times",
 }
 _STOPS_ANYWHERE = (
-    "what stops at these times: the disk or file server (`iostat -x 1`), a database, the network, or the cores "
-    "that another program takes (`top`)"
+    "what is busy at these times: the disk or file server (`iostat -x 1`), a database, the network, or the cores "
+    "(`top`)"
 )
 _LESS_WAITING_FOR_ANYTHING = "Find what a fetch waits for with `tidegauge stacks`, and shorten it"
 
@@ -127,8 +127,6 @@ def advise_stragglers(case: LoadingCase) -> tuple[Advice, ...]:
 def advise_spells(case: LoadingCase, limit: WorkerLimit) -> tuple[Advice, ...]:
     """Return advice for workers that are all slow at the same times, by what they wait for then."""
     expected = f"up to {percent(case.steady.tail_wait_ratio)} of the waiting disappears"
-    if limit.by in ("oversubscribed", "affinity"):
-        return _advise_cores(case, limit, cores_per_rank(case.loop.tables, case.loop.main[0]))
     find_out = Advice(text=f"Find out {_STOPS.get(limit.waits_for or '', _STOPS_ANYWHERE)}", expected=expected)
     outlook = forecast(case.loop)
     if not isinstance(outlook, Forecast) or outlook.best is None:

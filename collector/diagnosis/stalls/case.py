@@ -35,22 +35,20 @@ class LoadingCase:
     """One loop, and what is the same in all findings on its steady state.
 
     Attributes:
-        loop: the loop, without a first epoch of another pace.
+        loop: the loop since its pace changed.
         waited_seconds: the waits per batch that the findings explain.
-        earlier_seconds: waits of the first epoch that `loop` lacks, if they have the same cause.
         split: the advice to split the data, if the dataset has no samples for some workers, which `loop` lacks.
     """
 
     loop: Loop
     steady: Pace
     waited_seconds: float
-    earlier_seconds: float = 0.0
     split: Advice | None = None
 
     @property
     def waited(self) -> Loss:
-        """The loss by these waits, those of the first epoch included."""
-        return self.loss(self.waited_seconds, self.earlier_seconds)
+        """The loss by these waits."""
+        return self.loss(self.waited_seconds)
 
     @property
     def is_collated_in_place(self) -> bool:
@@ -80,11 +78,10 @@ class LoadingCase:
         """Return means over the steady batches as evidence."""
         return measurements(self.waited.n, self.waited.window, 6, **values)
 
-    def loss(self, seconds: float, earlier_seconds: float = 0.0) -> Loss:
-        """Return the loss by a part of the waits, from its seconds per batch and those of earlier batches."""
+    def loss(self, seconds: float) -> Loss:
+        """Return the loss by a part of the waits, from its seconds per batch."""
         span_ns = self.steady.first_ns, self.steady.last_ns
-        total_seconds = seconds * len(self.loop.batches) + earlier_seconds
-        return Loss.of(self.loop.tables, total_seconds, self.steady.batches, span_ns)
+        return Loss.of(self.loop.tables, seconds * len(self.loop.batches), self.steady.batches, span_ns)
 
     def facts(self, role: str | None, loss: Loss | None = None, *, worker: int | None = None) -> Facts:
         """Return the facts of a finding on the steady state; without a loss it is that of all waits.

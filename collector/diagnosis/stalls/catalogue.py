@@ -206,6 +206,8 @@ def workers_too_slow(case: LoadingCase) -> Finding:
 def _slow_batches(case: LoadingCase) -> tuple[str, tuple[Evidence, ...]]:
     """Return a sentence on a few slow batches that take most of the time of all, and them; empty without such."""
     fetches, tail_ratio = steady_fetches(case.loop), case.steady.tail_ratio
+    if fetches.empty:
+        return "", ()
     slow = fetches[is_tail(fetches)]
     in_slow = float(slow["fetch_ns"].sum() / fetches["fetch_ns"].sum())
     if not (tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL):

@@ -29,6 +29,8 @@ from collector.units import counted, duration, percent
 
 _MAIN_CAUSE = 0.5  # share of the waits that must go at an even pace
 _LEAST_TOGETHER = 0.5  # share of the slow batches that another slow one must follow
+_REPEATS = 0.5  # share of the other epochs in which a batch that is slow by itself is slow, too
+_LEAST_IN_SPELLS = 0.75  # share of the time of slow batches that lies in spells
 _LEAST_SIGMAS = 3.0  # beyond what chance gives, in standard deviations of a binomial count
 _LISTED_SPELLS = 10
 
@@ -39,22 +41,27 @@ def slow_in_spells(case: LoadingCase) -> Finding | None:
     fetches = steady_fetches(loop)
     begin_ns = floats(fetches, "time_ns") - floats(fetches, "fetch_ns")
     fetches = fetches.assign(begin_ns=begin_ns, slow=_is_slow(fetches)).sort_values("begin_ns", kind="stable")
-    spells = _spells(fetches)
+    spells = _spells(fetches, loop.num_workers)
     if not spells or not _is_of_time(loop, fetches):
         return None
-    slow, usual = fetches[fetches["slow"]], fetches.loc[~fetches["slow"], "fetch_ns"]
+    slow, usual = pd.concat(spells), fetches.loc[~fetches["slow"], "fetch_ns"]
+    in_spells = float(slow["fetch_ns"].sum() / fetches.loc[fetches["slow"], "fetch_ns"].sum())
+    if in_spells < _LEAST_IN_SPELLS:
+        return None
     limit = worker_limit(loop, fetches=slow)
-    lasting = float(np.median([end - begin for begin, end in spells])) / SECOND_NS
+    spans = [(float(spell["begin_ns"].min()), float(spell["time_ns"].max())) for spell in spells]
+    lasting = float(np.median([end - begin for begin, end in spans])) / SECOND_NS
     longer, short = (duration(float(np.median(part)) / SECOND_NS) for part in (slow["fetch_ns"], usual))
-    who = f"All workers of loader {loop.loader} are slow at the same times"
+    most = "Both" if loop.num_workers == 2 else "Most"
+    subject = f"{most} workers of loader {loop.loader} are slow at the same times"
     if loop.num_workers == 1:
-        who = f"The worker of loader {loop.loader} is slow at times"
-    listed = ", ".join(window_text(loop.tables, *spell) for spell in spells[:_LISTED_SPELLS])
+        subject = f"The worker of loader {loop.loader} is slow at times"
+    listed = ", ".join(window_text(loop.tables, *span) for span in spans[:_LISTED_SPELLS])
     return Finding(
         kind="workers-too-slow",
-        summary=f"{who}: in {counted(len(spells), 'spell')} of about {duration(lasting)}, a batch takes {longer} "
-        f"instead of {short}. That causes {percent(steady.tail_wait_ratio)} of the waiting; in these spells "
-        f"{limit.because}.",
+        summary=f"{subject}: in {counted(len(spells), 'spell')} of about {duration(lasting)}, a batch takes "
+        f"{longer} instead of {short}. That causes {percent(in_spells * steady.tail_wait_ratio)} of the waiting; in "
+        f"these spells {limit.because}.",
         evidence=(
             *case.waiting_evidence,
             *case.measured(straggler_wait_ratio=steady.tail_wait_ratio, worker_idle_ratio=steady.idle_ratio),
@@ -69,7 +76,7 @@ def slow_in_spells(case: LoadingCase) -> Finding | None:
 
 
 def _is_slow(fetches: pd.DataFrame) -> pd.Series:
-    """Return which fetches take most of the time of the slow ones: those that take a little long are left out."""
+    """Return which fetches are slow ones: a third at least of a time that half of the tail's time exceeds."""
     tail, durations = is_tail(fetches), fetches["fetch_ns"]
     longest = np.sort(durations[tail].to_numpy(dtype=float))
     if not len(longest):
@@ -79,36 +86,37 @@ def _is_slow(fetches: pd.DataFrame) -> pd.Series:
     return is_slow
 
 
-def _spells(fetches: pd.DataFrame) -> list[tuple[float, float]]:
-    """Return begin and end (ns) of the spells in which fetches are slow; empty if slow ones come alone.
+def _spells(fetches: pd.DataFrame, num_workers: int) -> list[pd.DataFrame]:
+    """Return the slow fetches of each spell in which most workers are slow; none if slow ones come alone.
 
     Slow samples fall anywhere, so a slow batch follows another one as often as chance has it. `fetches` are in the
     order of their begins, over all workers.
     """
-    slow = fetches["slow"].to_numpy(dtype=bool)
-    count, followed = int(slow.sum()), int((slow[1:] & slow[:-1]).sum())
-    by_chance = count * slow.mean() if count else 0.0
-    sigma = math.sqrt(by_chance * (1 - slow.mean())) if count else 0.0
+    is_slow = fetches["slow"].to_numpy(dtype=bool)
+    count, followed = int(is_slow.sum()), int((is_slow[1:] & is_slow[:-1]).sum())
+    by_chance = count * is_slow.mean() if count else 0.0
+    sigma = math.sqrt(by_chance * (1 - is_slow.mean())) if count else 0.0
     if followed < max(_LEAST_TOGETHER * count, by_chance + _LEAST_SIGMAS * sigma, 1):
         return []
-    begins, ends = floats(fetches, "begin_ns")[slow], floats(fetches, "time_ns")[slow]
-    ends = np.maximum.accumulate(ends)
-    new = np.flatnonzero(begins[1:] > ends[:-1] + np.median(floats(fetches, "fetch_ns")[slow])) + 1
-    edges = [0, *new, count]
-    return [(float(begins[a]), float(ends[b - 1])) for a, b in pairwise(edges)]
+    slow = fetches[is_slow]
+    ends = np.maximum.accumulate(floats(slow, "time_ns"))
+    gaps = floats(slow, "begin_ns")[1:] - ends[:-1]
+    edges = [0, *(np.flatnonzero(gaps > np.median(floats(slow, "fetch_ns"))) + 1), count]
+    spells = (slow.iloc[begin:end] for begin, end in pairwise(edges))
+    return [spell for spell in spells if len(spell) > 1 and 2 * spell["worker"].nunique() > num_workers]
 
 
 def _is_of_time(loop: Loop, fetches: pd.DataFrame) -> bool:
     """Return whether slow batches that come together are no neighbours in the data.
 
-    A random sampler mixes the samples, and shards of an iterable dataset have nothing in common but the time. In
-    data that is read in its order, a batch that is slow by itself is slow again in another epoch.
+    A random sampler mixes the samples. In data that is read in its order, or by shards, a batch that is slow by
+    itself is slow again in another epoch.
     """
-    if loop.setting.get("iterable") or "Random" in str(loop.setting.get("sampler")):
+    if "Random" in str(loop.setting.get("sampler")) and not loop.setting.get("iterable"):
         return True
     known = fetches.groupby("index")["slow"].agg(["sum", "count"])
     again = known[(known["sum"] > 0) & (known["count"] > 1)]
-    return len(again) > 0 and float((again["sum"] - 1).sum() / (again["count"] - 1).sum()) < _LEAST_TOGETHER
+    return len(again) > 0 and float((again["sum"] - 1).sum() / (again["count"] - 1).sum()) < _REPEATS
 
 
 def too_slow_at_times(case: LoadingCase) -> Finding | None:

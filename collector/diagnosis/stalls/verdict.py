@@ -16,6 +16,7 @@ from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import (
     BUSY_IDLE,
     MIN_BATCHES,
+    Change,
     Pace,
     WorkerPace,
     change_within_epochs,
@@ -41,7 +42,7 @@ from collector.diagnosis.stalls.epoch_start import (
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
-from collector.findings import Finding, extended
+from collector.findings import Advice, Finding, extended
 from collector.units import percent
 
 MIN_FETCHES = 2  # per worker
@@ -63,40 +64,46 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     """Judge every loading loop. A loop too short to judge is reported only if there is no other finding."""
     findings: list[Finding] = []
     too_short_loops: list[Finding] = []
-    for whole_loop in loops(tables):
-        loop, earlier, change = since_change(whole_loop)
-        idle, before = idle_workers(whole_loop), len(findings)
-        split = more_shards(whole_loop) if idle else None
-        loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
-        steady = pace(loop)
-        missing = _missing(loop, steady)
-        if missing and earlier is not None:
-            loop, earlier, change = dataclasses.replace(whole_loop, num_workers=loop.num_workers), None, ""
-            steady = pace(loop)
-            missing = _missing(loop, steady)
-        at_epochs = _epoch_costs(whole_loop, None if missing else steady)
-        if steady is not None and not missing:
-            healthy = all(finding.severity == "info" for finding in at_epochs)
-            case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split)
-            judged = _judge(case, healthy=healthy)
-            earlier_seconds, causes = _earlier(earlier, loop) if earlier is not None else (0.0, [])
-            if {(f.kind, f.locus.worker) for f in judged} & {(f.kind, f.locus.worker) for f in causes}:
-                judged = _judge(dataclasses.replace(case, earlier_seconds=earlier_seconds), healthy=healthy)
-                change = f"{change} The time lost is that of all batches."
-            elif all(finding.is_healthy for finding in judged):
-                findings += _over(causes, loop)
-            if not change and not all(finding.is_healthy for finding in judged):
-                change = change_within_epochs(loop)
-            whose = _WAITS_FOR_THREAD if loop.waits == "estimated" else ""
-            findings += [extended(finding, f"{change}{whose}") for finding in judged]
-        elif not at_epochs:
-            batches = 0 if steady is None else steady.batches
-            too_short_loops.append(catalogue.too_short(loop, missing, batches))
+    for loop in loops(tables):
+        idle, before = idle_workers(loop), len(findings)
+        split = more_shards(loop) if idle else None
+        judged, at_epochs, too_short = _judge_loop(loop, loop.num_workers - len(idle), split)
+        findings += judged
+        if too_short is not None and not at_epochs:
+            too_short_loops.append(too_short)
         findings += at_epochs
         if idle:
             others_too_slow = any(finding.kind == "workers-too-slow" for finding in findings[before:])
-            findings.append(idle_workers_finding(whole_loop, idle, split, others_too_slow=others_too_slow))
+            findings.append(idle_workers_finding(loop, idle, split, others_too_slow=others_too_slow))
     return without_repeats(findings) or too_short_loops[:1]
+
+
+def _judge_loop(
+    whole_loop: Loop, num_workers: int, split: Advice | None
+) -> tuple[list[Finding], list[Finding], Finding | None]:
+    """Return the findings on a loop's steady state, those on its epochs, and one that it is too short to judge.
+
+    It is judged since its last change, and as a whole if that part is too short.
+    """
+    whose = _WAITS_FOR_THREAD if whole_loop.waits == "estimated" else ""
+    change = since_change(whole_loop)
+    for since in (change, None) if change else (None,):
+        loop = dataclasses.replace(since.since if since else whole_loop, num_workers=num_workers)
+        steady = pace(loop)
+        missing = _missing(loop, steady)
+        at_epochs = _epoch_costs(whole_loop, None if missing else steady)
+        if steady is None or missing:
+            continue
+        healthy = all(finding.severity == "info" for finding in at_epochs)
+        case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split)
+        judged = _judge(case, healthy=healthy)
+        if since is None:
+            is_healthy = all(finding.is_healthy for finding in judged)
+            within = "" if is_healthy else change_within_epochs(loop)
+            return [extended(finding, f"{within}{whose}") for finding in judged], at_epochs, None
+        findings = _with_earlier(judged, since, case)
+        return [extended(finding, whose) for finding in findings], at_epochs, None
+    return [], at_epochs, catalogue.too_short(loop, missing, 0 if steady is None else steady.batches)
 
 
 def without_repeats(findings: list[Finding]) -> list[Finding]:
@@ -106,22 +113,40 @@ def without_repeats(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if not is_contention(f) or f in waits.values()]
 
 
-def _earlier(before: Loop, since: Loop) -> tuple[float, list[Finding]]:
-    """Return the seconds for which a loop starved before a change, and the causes."""
-    loop = dataclasses.replace(before, num_workers=since.num_workers)
-    steady = pace(loop)
-    if steady is None or _missing(loop, steady) or steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        return 0.0, []
-    case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved)
-    return case.waited.seconds, _judge(case, healthy=True)
+def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> list[Finding]:
+    """Return findings on a loop since a change, with the time lost by the same cause before.
 
-
-def _over(causes: list[Finding], since: Loop) -> list[Finding]:
-    """Return the causes of waits that are over, as information, if they cost a part of the run."""
-    return [
-        dataclasses.replace(cause, severity="info", summary=f"{cause.summary} That ended {since_words(since)}.")
-        for cause in causes
-        if (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
+    Causes that ended then are information, if they cost a part of the run.
+    """
+    loop = dataclasses.replace(change.before, num_workers=case.loop.num_workers)
+    steady, causes = pace(loop), list[Finding]()
+    if steady is not None and not _missing(loop, steady) and steady.starved_ratio >= _HEALTHY_STARVED_RATIO:
+        causes = _judge(LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved), healthy=True)
+    earlier, findings = {(cause.kind, cause.locus.worker): cause for cause in causes}, []
+    for finding in judged:
+        cause = earlier.pop((finding.kind, finding.locus.worker), None)
+        if finding.is_healthy and change.kind != "first epoch":
+            findings.append(finding)
+            continue
+        words = change.words(is_new=not causes and change.worker in (None, finding.locus.worker))
+        lost_seconds = finding.value_of("lost_seconds")
+        if cause is None or steady is None or lost_seconds is None:
+            findings.append(extended(finding, words))
+            continue
+        seconds = lost_seconds + (cause.value_of("lost_seconds") or 0.0)
+        span_ns = steady.first_ns, case.steady.last_ns
+        loss = Loss.of(case.loop.tables, seconds, steady.batches + case.steady.batches, span_ns)
+        both = {item.name: item for item in loss.evidence()}
+        evidence = tuple(both.get(item.name, item) for item in finding.evidence)
+        finding = dataclasses.replace(finding, evidence=evidence, severity=loss.severity)
+        findings.append(extended(finding, f"{words} The time lost is that of all batches."))
+    end = (
+        "That was so in the first epoch" if change.kind == "first epoch" else f"That ended {since_words(case.loop)}"
+    )
+    return findings + [
+        extended(cause, f"{end}.", severity="info")
+        for cause in earlier.values()
+        if not cause.is_healthy and (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
     ]
 
 

@@ -1,10 +1,14 @@
 """Judge loops whose fetches became slower or faster for good."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from loading_runs import STEADY, loading_findings
 from simulated_runs import finish, jittered, simulate
 
+from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.loading.steady_state import change_within_epochs
 from collector.diagnosis.statistics.jumps import jump, rises
 from collector.diagnosis.verdict import diagnose
 
@@ -45,7 +49,8 @@ def test_workers_whose_fetches_become_longer_are_judged_by_the_newest(epochs):
     length = {"batches": 600 // epochs, "epochs": epochs}
     kinds, found = loading_findings(simulate(**RUN | {"service": service} | length))
     assert kinds == [("workers-too-slow", "warning")]
-    assert "Its fetches become longer, so it is judged by those after " in found["workers-too-slow"].summary
+    words = "The fetches of this loader become longer: the verdict is on those after "
+    assert words in found["workers-too-slow"].summary
 
 
 @pytest.mark.parametrize(("slow", "severity"), [((400, 600), "warning"), ((0, 200), "info")])
@@ -69,6 +74,54 @@ def test_a_slow_part_of_each_epoch_is_not_over():
     assert "That began" not in found["workers-too-slow"].summary
     words = "In each epoch, a fetch takes 30.1 ms from batch 60 on, and 200 ms before."
     assert words in found["workers-too-slow"].summary
+
+
+@pytest.mark.parametrize(
+    ("before", "since", "words"),
+    [
+        (0.02, 0.05, None),
+        (0.2, 0.4, "The verdict is on the batches after 300 steps: a fetch takes 40"),
+        (0.4, 0.2, "The verdict is on the batches after 300 steps: a fetch takes 20"),
+    ],
+    ids=["healthy before and since", "slow before and since", "less slow since"],
+)
+def test_a_change_is_not_called_the_begin_of_what_was_there_before(before, since, words):
+    service = by_number(lambda number: since if number >= 300 else before)
+    findings = diagnose(finish(simulate(**RUN | {"service": service})).tables()).findings
+    assert len(findings) == 1
+    assert "began" not in findings[0].summary
+    if words is None:
+        assert findings[0].is_healthy
+        assert "steps" not in findings[0].summary
+    else:
+        assert words in findings[0].summary
+        lost = findings[0].value_of("lost_seconds")
+        assert lost == pytest.approx(300 * ((before + since) / 2 - 2 * 0.04), rel=0.15)
+
+
+def test_a_cause_that_was_another_before_is_listed_with_its_cost():
+    """First three of four workers are slow, and then only one."""
+    of_worker = {w: by_number(lambda number: 0.4 if number < 60 else FAST) for w in (0, 2)}
+
+    def service(generator, worker, _):
+        return of_worker[worker](generator) if worker in of_worker else 0.4 if worker == 1 else FAST
+
+    run = RUN | {"workers": 4, "epochs": 1, "batches": 600, "service": service}
+    findings = diagnose(finish(simulate(**run)).tables()).findings
+    now = next(finding for finding in findings if finding.severity == "warning")
+    assert (now.kind, now.locus.worker) == ("slow-worker", 1)
+    assert "That began" not in now.summary
+
+
+def test_an_epoch_that_has_just_begun_shows_nothing_of_each_epoch():
+    service = by_number(lambda number: SLOW if number % 300 < 200 else FAST)
+    tables = finish(simulate(**RUN | {"batches": 300, "epochs": 2, "service": service})).tables()
+    (loop,) = loops(tables)
+    assert "In each epoch, a fetch takes 30.2 ms from batch 200 on, and 200 ms before." in change_within_epochs(
+        loop
+    )
+    begun = loop.fetches[(loop.fetches["epoch"] == 0) | (loop.fetches["index"] < 10)]
+    assert change_within_epochs(replace(loop, fetches=begun)) == ""
 
 
 def test_the_next_slow_worker_bounds_what_a_fix_of_the_slowest_gains():
