@@ -269,8 +269,13 @@ def _lateness(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey) -> tuple[
 
 
 def _excess_ns(steps: dict[ProcessKey, pd.DataFrame], rank: ProcessKey, column: str) -> Floats:
-    """Return how far one rank is above the median of the others in each step."""
-    values = {key: np.nan_to_num(floats(rows, column)) for key, rows in steps.items()}
+    """Return how far one rank is above the median of the others in each step.
+
+    A phase without a time took none; a step whose duration is not known makes the result unknown.
+    """
+    values = {key: floats(rows, column) for key, rows in steps.items()}
+    if column != "outside_ns":
+        values = {key: np.nan_to_num(series) for key, series in values.items()}
     own = values.pop(rank)
     excess: Floats = own - np.median(np.array([*values.values()]), axis=0)
     return excess
