@@ -84,7 +84,8 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
             risk = _with_freed(exhaustion_finding(course), course.growing)
             if course.resource is HOST_MEMORY_OF_OTHERS:
                 risk = extended(risk, "Less than half of the growth is the run's.")
-            if risk.severity == "critical" and _rests(use.where(is_known & (times > end)), course):
+            is_over = after_training_ns(tables) is not None  # until then a long step may be under way
+            if risk.severity == "critical" and is_over and _rests(use.where(is_known & (times > end)), course):
                 return extended(risk, "Since the last step or batch it has hardly grown.", severity="warning")
             return risk
     if peak(demand) >= FULL_RATIO * limit:

@@ -42,7 +42,7 @@ _ADVICE = {
     "evaluation": "Look for what each evaluation leaves behind: outputs or losses kept with their graph (use "
     "torch.no_grad() and .item()), metrics without a reset, a new DataLoader with persistent workers",
     "start of an epoch": "Look for what each epoch leaves behind: histories of outputs, an iterator, a "
-    "DataLoader or a model that is made anew and kept, callbacks that are added again",
+    "DataLoader or a model that is made again and kept, callbacks that are added again",
 }
 
 

@@ -1,8 +1,20 @@
 """Judge the time after the last step, such as an evaluation without a DataLoader, like one without iterations."""
 
 import numpy as np
+import pytest
 from ended_runs import COLLECTOR, end_run
-from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    jittered,
+    ns,
+    sample_host,
+    sample_process,
+    simulate,
+    start_training,
+)
 
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN
@@ -80,3 +92,19 @@ def test_memory_that_rests_since_the_last_step_is_not_about_to_run_out():
     assert risk.summary.endswith("Since the last step or batch it has hardly grown.")
     (risk,) = found(ended(np.zeros(2), -15, total=near, trained=rising), "host-oom-risk")
     assert risk.severity == "critical"
+
+
+@pytest.mark.parametrize("since_step", [4, 10, 25])
+def test_memory_that_rests_within_a_long_step_is_about_to_run_out(since_step):
+    """Each step of 30 s takes 100 MiB at its end."""
+    script = start_training(Script())
+    ends = START_SECONDS + 30.0 * np.arange(1, 13)
+    script.add("step", [{"time_ns": ns(end), "step": step} for step, end in enumerate(ends)], MAIN)
+    seconds = np.arange(START_SECONDS + 1, ends[-1] + since_step + 1)
+    held = (300 + 100.0 * np.searchsorted(ends, seconds, side="right")) * MIB
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held)
+    sample_host(script, seconds, demand=held + 2000 * MIB, total=(2000 + 300 + 1500) * MIB)
+    script.living, script.now_seconds = frozenset({MAIN}), float(seconds[-1])
+    (risk,) = found(script, "host-oom-risk")
+    assert risk.severity == "critical"
+    assert "hardly grown" not in risk.summary
