@@ -64,8 +64,10 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if finding.kind in _OF_SHARED_MEMORY and finding.locus.pid is None and _keeps_workers(findings, finding):
         return _consequence(finding, "fd-leak", "the workers of kept iterators, which hold what they inherited")
     if finding.kind == "rank-straggler" and _is_late_by_pauses(findings, finding):
-        told = "It is late by its pauses: fix main-thread-pause first."
-        return extended(finding, told, severity="info", consequence_of="main-thread-pause")
+        cause = "main-thread-pause"
+        return extended(
+            finding, f"It is late by its pauses: fix {cause} first.", severity="info", consequence_of=cause
+        )
     if cause := _slow_loading(findings, finding):
         return extended(finding, f"Fix {cause} of that rank first.", consequence_of=cause)
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
@@ -76,9 +78,21 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
 
 
 def _hung(findings: list[Finding], end: Finding) -> bool:
-    """Return whether a process hung, or may have, where a signal or `timeout` ended the command or the training."""
-    return end.locus.role != "collector" and any(
-        (one.kind, one.locus.host) == ("hang", end.locus.host) for one in findings
+    """Return whether the process that a signal ended hung, or a worker or child of it.
+
+    Any process counts where the command as a whole was ended. The end of an earlier attempt has no pid.
+    """
+    at = end.locus
+    is_of_command = at.role == "other" or end.value_of("uncaught_exception_count") is not None
+    hangs = (one.locus for one in findings if one.kind == "hang" and one.severity == "critical")
+    return (
+        at.pid is not None
+        and at.role != "collector"
+        and any(
+            hang.host == at.host
+            and (is_of_command or hang.pid == at.pid or (hang.role != "main" and hang.rank in (None, at.rank)))
+            for hang in hangs
+        )
     )
 
 
@@ -192,12 +206,20 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
         process = "the worker"
         of_training = (leak for leak in findings if (leak.locus.host, leak.locus.rank) == (at.host, at.rank))
         leaks = [leak for leak in of_training if leak.kind == "worker-heap-leak"]
-    leaks = [leak for leak in leaks if leak.group == "memory leak" and leak.severity != "info"]
+    leaks = [
+        leak for leak in leaks if leak.group == "memory leak" and leak.severity != "info" and _takes_memory(leak)
+    ]
     if not leaks:
         return death
     fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
     rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
+
+
+def _takes_memory(leak: Finding) -> bool:
+    """Return whether a leak takes memory: one of open files does if they are batches, or pipes of workers."""
+    names = ("process_shm_rise_bytes", "kept_workers_count")
+    return leak.kind != "fd-leak" or any(leak.value_of(name) is not None for name in names)
 
 
 def _with_fix_of_library(death: Finding, findings: list[Finding]) -> Finding:

@@ -71,7 +71,7 @@ RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the dem
 FIX_LEAK = Advice(text="Fix {kind} first: {process} grew until its end", expected="its growth stops")
 FIX_HANG = Advice(
     text="Fix the hang first: the training made no progress before it was ended",
-    expected="the training goes on, and has no need of more time",
+    expected="the training goes on",
 )
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(
@@ -188,13 +188,14 @@ KILLED = Death(
         expected="it names the cause; the kernel's out-of-memory killer is ruled out",
     ),
 )
-#: The same under a shell whose own status is 0, such as that of the last program of a pipeline.
-KILLED_UNDER_SHELL = replace(
+#: The same under a program whose own status is 0, such as a shell, with that of the last program of a pipeline.
+KILLED_UNDER_PROGRAM = replace(
     KILLED,
     sentence="{what} ended in the middle of an epoch without recording its end, as after a signal or os._exit.",
     advice=advise(
-        text="Begin the script with `#!/bin/bash` and `set -eo pipefail`, and run it with PYTHONFAULTHANDLER=1",
-        expected="the exit status of the command names the signal, and the stack shows the line of a crash",
+        text="Run it with PYTHONFAULTHANDLER=1, and look at the log and the exit status of the program that "
+        "started it. Begin a shell script with `#!/bin/bash` and `set -eo pipefail`",
+        expected="the stack shows the line of a crash, and the log or the exit status names the signal",
     ),
 )
 STOPPED = replace(KILLED, severity="warning", fault="outside")

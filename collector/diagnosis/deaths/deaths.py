@@ -112,12 +112,12 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         *(slurm_kill(tables, victim) for victim in over),
         *(_kill(life, victim, _death_of(victim)) for victim in merge_workers(rest)),
         *(
-            _kill(life, victim, catalogue.KILLED_UNDER_SHELL)
+            _kill(life, victim, catalogue.KILLED_UNDER_PROGRAM)
             for victim in gone
             if victim not in oom
             and victim.main in survived
             and victim.main not in life.exceptions
-            and life.is_under_shell(victim.main)
+            and life.is_under_program(victim.main)
             and has_batches_left(tables, victim.main) is True  # it vanished in the middle of an epoch
         ),
     ]

@@ -248,8 +248,8 @@ class Lifecycle:
         ]
         return {key: parents[key[0], pid] for key, pid in starts if pid and (key[0], pid) in parents}
 
-    def is_under_shell(self, key: ProcessKey) -> bool:
-        """Return whether a shell started a training process, or another program without Python, such as timeout."""
+    def is_under_program(self, key: ProcessKey) -> bool:
+        """Return whether a program without Python, such as a shell or timeout, started a training process."""
         starts = self.tables.events_of("process-start", by=key)
         parents = {(key[0], whole(event.get("parent_pid"))) for event in starts}
         seen = self.tables.events_of("process-seen")

@@ -17,7 +17,7 @@ from collector.diagnosis.verdict import diagnose
         ("bash", None, False),
     ],
 )
-def test_training_that_vanishes_amid_an_epoch_under_a_shell(parent, dataset_length, is_found):
+def test_training_that_vanishes_amid_an_epoch_under_another_program(parent, dataset_length, is_found):
     """The status of a pipeline is that of its last program, also where a signal ended the training before."""
     script = end_run(end_workers(training(), reason="parent-gone"), 0)
     script.manifest["command"]["pid"] = 99
@@ -34,7 +34,8 @@ def test_training_that_vanishes_amid_an_epoch_under_a_shell(parent, dataset_leng
     for finding in found:
         assert "ended in the middle of an epoch without recording its end" in finding.summary
         assert finding.summary.endswith("The command went on, and ended with exit status 0.")
-        assert finding.advice[0].text.startswith("Begin the script with `#!/bin/bash` and `set -eo pipefail`")
+        assert "the log and the exit status of the program that started it" in finding.advice[0].text
+        assert "Begin a shell script with `#!/bin/bash` and `set -eo pipefail`" in finding.advice[0].text
 
 
 @pytest.mark.parametrize(("status", "told"), [(None, "no images in /data"), (3, "exit status 3")])

@@ -1,0 +1,75 @@
+"""Deaths that follow from another finding of the run, and those that only look so."""
+
+import pytest
+
+from collector.diagnosis.consequences import without_consequences
+from collector.diagnosis.deaths import catalogue
+from collector.findings import Finding, Locus, Rate, fact
+
+#: Measurements that any finding has.
+FACTS = (fact("farewell_count", 0, "run"), fact("alive", 0, "now"))
+RANKS = [Locus(host="node", rank=rank, role="main", pid=100 + rank) for rank in range(2)]
+WORKER = Locus(host="node", rank=1, role="worker", pid=1000, worker=0, loader=0)
+COMMAND = Locus(host="node", role="other", pid=99)
+
+
+def killed(locus, death=catalogue.KILLED, *evidence):
+    return death.finding(
+        locus=locus,
+        evidence=(*FACTS, *evidence),
+        what="The process",
+        by="by SIGKILL",
+        status=124,
+        attempt=0,
+        steps=9,
+        how="",
+        silent="",
+    )
+
+
+def hang(locus, severity="critical"):
+    return Finding(kind="hang", severity=severity, confidence=0.9, summary="It hangs.", locus=locus, evidence=FACTS)
+
+
+def leak(kind, unit, *evidence):
+    rate = Rate(value=9.0, low=8.0, high=10.0, unit=unit)
+    return Finding(
+        kind=kind,
+        severity="warning",
+        confidence=0.9,
+        summary="It grows.",
+        locus=RANKS[0],
+        rate=rate,
+        evidence=(*FACTS, *evidence),
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "hanging", "follows"),
+    [
+        (killed(RANKS[1]), hang(RANKS[1]), True),
+        (killed(RANKS[1]), hang(WORKER), True),
+        (killed(COMMAND), hang(RANKS[1]), True),
+        (killed(RANKS[0], catalogue.TIMED_OUT, fact("uncaught_exception_count", 0, "run")), hang(RANKS[1]), True),
+        (killed(RANKS[1]), hang(RANKS[0]), False),  # it waits for the rank that was killed
+        (killed(RANKS[0]), hang(WORKER), False),
+        (killed(RANKS[1]), hang(RANKS[1], "info"), False),  # it is slow
+        (killed(Locus(host="node", role="main"), catalogue.ATTEMPT_KILLED), hang(RANKS[0]), False),
+    ],
+)
+def test_a_kill_follows_from_a_hang_of_the_process_that_was_killed(end, hanging, follows):
+    found = next(one for one in without_consequences([end, hanging]) if one.kind == "killed")
+    assert (found.consequence_of == "hang") == found.advice[0].text.startswith("Fix the hang first") == follows
+
+
+@pytest.mark.parametrize(
+    ("grows", "explains"),
+    [
+        (leak("main-heap-leak", "bytes/s"), True),
+        (leak("fd-leak", "count/s", fact("process_shm_rise_bytes", 9e8, "same window")), True),
+        (leak("fd-leak", "count/s"), False),
+    ],
+)
+def test_a_kill_by_an_unknown_sender_is_explained_by_a_leak_of_memory_alone(grows, explains):
+    found = next(one for one in without_consequences([killed(RANKS[0]), grows]) if one.kind == "killed")
+    assert found.advice[0].text.startswith(f"Fix {grows.kind} first") == explains
