@@ -154,7 +154,7 @@ def _table(moment: Moment) -> Iterator[Block]:
             [key in listed for key in zip(found["host"], found["pid"], found["ticks"], strict=True)]
         ].copy()
     found["highest"] = found["pss_peak_bytes"].fillna(found["rss_peak_bytes"])
-    found = found.sort_values("highest", ascending=False, kind="stable")
+    found = found.sort_values(["highest", "pid"], ascending=[False, True])
     lacking = memory.unread(found, "pss_bytes") and " (RSS): PSS was not read, and RSS counts shared pages fully."
     yield moment.table(
         "last-minute",

@@ -49,7 +49,8 @@ class ThroughputRatio:
 class Start(TypedDict):
     """The time from the start of the command to the end of its first step, or first batch without steps.
 
-    `cores_used` is the number of cores that the run's processes used meanwhile, None if too few samples show it.
+    `cores_used` is the number of cores that the run's processes used meanwhile, None if a host has too few
+    samples of that time.
     """
 
     seconds: float
@@ -65,7 +66,7 @@ def start(tables: RunTables) -> Start | None:
     begin_ns = origin_ns(tables)
     hosts = sorted(set(tables.stream("process")["host"]))
     used = [cores_used(tables, host, begin_ns, first_ns) for host in hosts]
-    return {"seconds": (first_ns - begin_ns) / SECOND_NS, "cores_used": sum(used) if any(used) else None}
+    return {"seconds": (first_ns - begin_ns) / SECOND_NS, "cores_used": sum(used) if used and all(used) else None}
 
 
 def _first_ns(tables: RunTables, name: str) -> float | None:

@@ -135,7 +135,10 @@ def start_words(verdict: Verdict) -> str:
     start, took = verdict.summary["start"], verdict.duration_seconds
     if start is None or not took or start["seconds"] < max(_LONG_START_SECONDS, _LONG_START_RATIO * took):
         return ""
-    in_use = "" if start["cores_used"] is None else f", with {number(round(start['cores_used'], 2))} cores in use"
+    in_use = ""
+    if start["cores_used"] is not None:
+        cores = number(round(start["cores_used"], 2))
+        in_use = f", with {cores} {'core' if cores == '1' else 'cores'} in use"
     share = percent(min(start["seconds"] / took, 1.0))
     return f"{duration(start['seconds'])} until the first {step_word(verdict)}, {share} of the run{in_use}"
 

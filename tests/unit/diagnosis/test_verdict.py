@@ -274,6 +274,16 @@ def test_a_run_too_short_to_sample_its_workers_is_not_said_to_have_none():
     assert "no workers" not in check.reason
 
 
+def test_cores_until_the_first_step_are_unknown_if_those_of_a_host_are():
+    run = {"workers": 0, "prefetch": 2, "service": jittered(0.01), "consumer": jittered(0.02), "batches": 20}
+    script = simulate(**run, begin=START_SECONDS + 30.0)
+    seconds, held = START_SECONDS + np.arange(40.0), np.full(40, 1e9)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=0.5e9 * np.arange(40.0))
+    sample_process(script, seconds[35:], MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=np.arange(40.0))
+    script.parts["process"][-1]["host"] = "other-node"
+    assert diagnose(finish(script).tables()).summary["start"]["cores_used"] is None
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_time_until_the_first_step_is_that_of_a_command(is_watched):
     run = {"workers": 0, "prefetch": 2, "service": jittered(0.01), "consumer": jittered(0.02), "batches": 20}

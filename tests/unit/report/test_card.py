@@ -174,6 +174,10 @@ def test_card_without_a_dataloader_shows_time_outside_the_step():
             {"seconds": 20.0, "cores_used": 0.35},
             "start 20 s until the first step, 33% of the run, with 0.35 cores in use",
         ),
+        (
+            {"seconds": 20.0, "cores_used": 1.002},
+            "start 20 s until the first step, 33% of the run, with 1 core in use",
+        ),
         ({"seconds": 20.0, "cores_used": None}, "start 20 s until the first step, 33% of the run "),
         ({"seconds": 9.0, "cores_used": 1.0}, ""),
         (None, ""),
