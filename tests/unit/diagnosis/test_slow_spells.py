@@ -55,7 +55,7 @@ def test_workers_that_open_their_next_shards_in_the_same_round_are_not_slow_at_t
 
 
 def test_slow_samples_among_spells_are_not_counted_as_spells():
-    """As many slow batches come alone as together."""
+    """Half of the slow batches come together, the others alone."""
     slow = {*range(100, 108), *range(400, 408), *range(700, 708), *range(30, 870, 30)}
     run = STEADY | {"batches": 900, "service": per_index(lambda index: 1.5 if index in slow else 0.02)}
     assert loading_findings(simulate(**run, sampler="RandomSampler"))[0] == [("straggler-samples", "warning")]
