@@ -53,16 +53,9 @@ def _beyond(name: str, install: Callable[..., Hook | None], *arguments: Any) -> 
     return install_beyond
 
 
-def _install_graphs() -> Hook | None:
-    step_hook, passes = _hooks.get("step"), _hooks.get("forward")
-    if not isinstance(step_hook, steps.StepHook):
-        return None
-    return cuda_graphs.install(step_hook, passes if isinstance(passes, forward_passes.ForwardHook) else None)
-
-
-def _install_cuda_oom() -> Hook:
-    states = _hooks.get("loaded_state")
-    return cuda_oom.install(_progress, states if isinstance(states, loaded_states.LoadedStates) else None)
+def _with(name: str, install: Callable[..., Hook | None], *arguments: Any) -> Callable[..., Hook | None]:
+    """Return the installer of a hook that uses the hook of this name, its last argument: None without it."""
+    return lambda *bases: install(*bases, *arguments, _hooks.get(name))
 
 
 def _install_stages() -> Hook | None:
@@ -144,10 +137,10 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "forward": (partial(forward_passes.install, _progress), {forward_passes.MODULE, _COMPILER}),
     "stage:torch": (_install_stages, {_DATALOADER, _COMPILER}),
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
-    "cuda_graph": (_install_graphs, {"torch.optim.optimizer", _COMPILER}),
+    "cuda_graph": (_beyond("step", _with("forward", cuda_graphs.install)), {"torch.optim.optimizer", _COMPILER}),
     "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
     "loaded_state": (loaded_states.install, {forward_passes.MODULE, _COMPILER}),
-    "cuda_oom": (_install_cuda_oom, {forward_passes.MODULE, _COMPILER}),
+    "cuda_oom": (_with("loaded_state", cuda_oom.install, _progress), {forward_passes.MODULE, _COMPILER}),
     "checkpoint": (checkpoints.install, {"torch.optim.optimizer", _COMPILER}),
 }
 _TORCH_MODULES = sorted(set[str]().union(*(needs for _, needs in HOOKS.values())))

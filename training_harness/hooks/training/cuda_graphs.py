@@ -2,7 +2,7 @@
 
 A capture runs the code of a step and computes nothing, a replay computes and runs no code (torch/cuda/graphs.py).
 So the step hook notes the optimizers that step during a capture, and each replay reports them: once, however often
-they step in the graph. A replay without any is a forward pass, where those count.
+they step in the graph. A replay without any may be a forward pass (`ForwardHook.begin_replay`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def install(step_hook: StepHook, passes: ForwardHook | None) -> Hook:
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             references = hook.attempt(optimizers_of.get, graph) or ()
             optimizers = [optimizer for reference in references if (optimizer := reference()) is not None]
-            is_pass = passes is not None and not optimizers and passes.attempt(passes.begin_replay)
+            is_pass = passes is not None and not optimizers and passes.attempt(passes.begin_replay, graph)
             for optimizer in optimizers:
                 step_hook.before(optimizer, (), {})
             result = original(graph, *args, **kwargs)

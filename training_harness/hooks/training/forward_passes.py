@@ -12,6 +12,8 @@ through `Module._call_impl` (torch/nn/modules/module.py), so the calls are watch
 
 Code that is being compiled is never counted. A compiled model is called through `OptimizedModule`, whose class is
 then the leading one; discovery ends before anything is compiled, because torch warns of global hooks there.
+
+A replay of a CUDA graph runs no code of a module, so a loop that only replays graphs has its replays as passes.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ MODULE = "torch.nn.modules.module"
 EVAL_FRAME = "torch._dynamo.eval_frame"
 #: Number of calls from outside any other module after which a class counts as the top-level one.
 _CALLS_TO_LEAD = 3
+#: Packages whose code replays graphs as parts of a call: one for each compiled graph, or for a backward pass.
+_REPLAYING_PACKAGES = ("torch._inductor.", "torch.autograd.")
 
 
 class _Call:
@@ -103,6 +107,9 @@ class ForwardHook(Hook):
         self._calls: Counter[type] = Counter()
         self._discovery: Any = None
         self._leading, self._has_leader = _LeadHook(self), False
+        self._was_called = False
+        self._replayed: set[int] = set()  # graphs since the leading class was called
+        self._replaying_thread = 0
         self._call_code = sys.modules[MODULE].Module._wrapped_call_impl.__code__
         self._is_compiling = compiler.is_compiling()
 
@@ -205,6 +212,7 @@ class ForwardHook(Hook):
                     if not (current.process_started and progress.sees_passes):  # the first pass, also after a fork
                         hook._begin()
                     is_pass, now_ns = True, clock()
+                    hook._was_called = True
                     calls.log((leading, on_pass_begin, now_ns, thread, boundary_cpu_clock(now_ns)))
                     if now_ns >= calls.due_ns and progress.ended_by <= UNIT_PASS:
                         progress.catch_up(now_ns)
@@ -224,13 +232,28 @@ class ForwardHook(Hook):
 
         return _Call(call, kind, own)
 
-    def begin_replay(self) -> bool:
-        """Begin a pass that replays a CUDA graph; return False where other units, or calls of modules, count."""
-        progress = self._progress
+    def begin_replay(self, graph: Any) -> bool:
+        """Begin a pass that replays a CUDA graph; return False if the replay is no pass.
+
+        It is none where other units count, within a call of a module or of torch's compiler or autograd, in another
+        thread than the first one that replayed, and if the leading class has been called since the last replay of
+        this graph: the replay is a part of the iteration that began with the call.
+        """
+        progress, frame = self._progress, sys._getframe(1)
         if progress.sees_batches or progress.ended_by > UNIT_PASS or has_optimizer() or is_worker():
             return False
         current = session.active or session.start()
-        if current is None or self._outermost(sys._getframe(1)) is not None:
+        if current is None or self._outermost(frame) is not None or _replays_for_torch(frame):
+            return False
+        self._replaying_thread = self._replaying_thread or get_ident()
+        if self._replaying_thread != get_ident():
+            return False
+        if self._was_called:
+            self._was_called = False
+            self._replayed.clear()
+        is_again = id(graph) in self._replayed
+        self._replayed.add(id(graph))
+        if self._has_leader and not is_again:
             return False
         if not (current.process_started and progress.sees_passes):
             self._begin()
@@ -261,6 +284,15 @@ class ForwardHook(Hook):
                 module = frame.f_locals["self"]
             frame = frame.f_back
         return module
+
+
+def _replays_for_torch(frame: FrameType | None) -> bool:
+    """Return whether torch's compiler or autograd is on the stack."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_REPLAYING_PACKAGES):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def install(progress: Progress) -> ForwardHook:
