@@ -412,8 +412,12 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     ]
     supported.sort(key=lambda option: -option[0])
     fault = supported[0][1] if supported else "your settings"
-    if supported and scene.error.slot is not None:
-        return tuple(advice for _, _, advice in supported), fault  # a worker takes no steps
+    if scene.error.slot is not None:  # a worker takes no steps
+        if supported:
+            return tuple(advice for _, _, advice in supported), fault
+        room = size(own) if math.isfinite(own) else "a part of the device"
+        expected = _NO_CUDA_IN_WORKERS.expected.format(room=room)
+        return (replace(_NO_CUDA_IN_WORKERS, expected=expected),), "your code"
     last_resort = _SMALLER_MODEL if scene.is_first and not scene.is_caught else _SMALLER_STEP
     last_resort = _SMALLER_EVALUATION if scene.in_evaluation else last_resort
     last_resort = _SMALLER_STATE if scene.in_optimizer else last_resort

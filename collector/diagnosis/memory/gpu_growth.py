@@ -142,24 +142,22 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
     unused = reserved - rank.column("active_bytes")
     use = use_of(tables, rank, "unused", unused)
     trend = use.growth(negligible_bytes(reserved))
+    witnesses: tuple[Evidence, ...] = ()
     if trend is not None:
         if share_of(rank.seconds, step_peak_of(tables, rank).values, trend) >= CONFIRMED:
             return []  # steps need it: their batches grow
         pools = {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}
         if witnesses := witnesses_of(trend, pools):
             return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, witnesses))]
-        witnesses, steps = (
-            witnesses_of(trend, {"inactive_split_rise_bytes": (rank.seconds, split)}),
-            retry_steps(rank, trend.since_seconds),
-        )
+        witnesses = witnesses_of(trend, {"inactive_split_rise_bytes": (rank.seconds, split)})
+        steps = retry_steps(rank, trend.since_seconds)
         if steps >= MIN_RETRY_STEPS:
             witnesses = (*witnesses, fact("alloc_retry_steps_count", steps, "same window", n=trend.n))
-        if witnesses:
-            return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, witnesses))]
-    # Without a witness it is the high-water mark of uneven sizes, unless the holes grow by themselves.
-    use = use_of(tables, rank, "inactive_split", split)
-    trend = use.growth(negligible_bytes(reserved))
-    witnesses = () if trend is None else witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)})
+    if not witnesses:
+        # Without a witness it is the high-water mark of uneven sizes, unless the holes grow by themselves.
+        use = use_of(tables, rank, "inactive_split", split)
+        trend = use.growth(negligible_bytes(reserved))
+        witnesses = () if trend is None else witnesses_of(trend, {"unused_rise_bytes": (rank.seconds, unused)})
     if trend is None or not witnesses:
         return []
     return [leak_finding(resources.FRAGMENTATION, GrowingUse(use, trend, witnesses))]

@@ -127,8 +127,8 @@ def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     resource = resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
     if others:
         resource = resources.GPU_OF_OTHERS
-    elif _confirmed(memory, {"unrecorded_processes_rise_bytes": memory.unrecorded}, trend):
-        resource = resources.GPU_OF_UNRECORDED
+    elif unrecorded := _confirmed(memory, {"unrecorded_processes_rise_bytes": memory.unrecorded}, trend):
+        resource, witnesses = resources.GPU_OF_UNRECORDED, (*witnesses, *unrecorded)
     elif [witness.name for witness in witnesses] == ["device_used_rise_bytes"]:
         resource = resources.GPU_UNATTRIBUTED
     use = replace(demand, values=_use_at_limit(memory, trend, ranks))

@@ -345,13 +345,11 @@ GPU_WITHOUT_RECORDS = replace(
 #: The memory of a GPU on which processes of the run grow that record no allocator.
 GPU_OF_UNRECORDED = replace(
     GPU_MEMORY,
-    risk_advice=(
-        Advice(
-            text="Look at the run's processes that take no steps. Keep CUDA out of DataLoader workers: make "
-            "tensors on the CPU there, and move batches to the device in the training process. In other "
-            "processes, look for what keeps tensors",
-            expected="the memory of these processes stops growing",
-        ),
+    risk_advice=advise(
+        text="Look at the run's processes that take no steps. Keep CUDA out of DataLoader workers: make "
+        "tensors on the CPU there, and move batches to the device in the training process. In other "
+        "processes, look for what keeps tensors",
+        expected="the memory of these processes stops growing",
     ),
 )
 _SHM_ROOM = Advice(

@@ -324,6 +324,20 @@ def test_error_that_was_caught_in_the_first_step_does_not_doubt_the_model():
     assert post_mortem(with_changed_event(at_first, "cuda-oom", caught=False))[1].endswith("No step came before it")
 
 
+@pytest.mark.parametrize(("reserved_bytes", "said_of_it"), [(8 * MIB, "8 MiB"), (None, "a part of the device")])
+def test_worker_with_a_small_or_unknown_share_of_the_device_needs_no_smaller_step(reserved_bytes, said_of_it):
+    run = only_rows(
+        with_hidden_processes(recorded("another-job")), "device_memory", lambda rows: rows["device"] < 0
+    )
+    figures = {"allocated_bytes": reserved_bytes, "reserved_bytes": reserved_bytes, "requested_bytes": None}
+    said = "Caught OutOfMemoryError in DataLoader worker process 0.\nCUDA out of memory."
+    found, advice = post_mortem(with_changed_event(run, "cuda-oom", message=said, **figures))
+    assert found.locus.role == "worker"
+    assert advice == "Keep CUDA out of the DataLoader workers"
+    assert said_of_it in found.advice[0].expected
+    assert found.fault == "your code"
+
+
 def test_state_that_the_model_had_loaded_is_the_first_thing_to_release():
     run = with_changed_event(recorded("another-job"), "cuda-oom", loaded_state_bytes=900 * MIB)
     found, advice = post_mortem(run)

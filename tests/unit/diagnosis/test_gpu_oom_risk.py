@@ -100,6 +100,7 @@ def test_growth_of_processes_without_records_names_workers_that_use_cuda():
     in_worker = with_driver(run, recorded_used_bytes=lambda rows: rows["process_used_bytes"] - grown)
     [risk] = find_device_risk(in_worker)
     assert "DataLoader workers" in risk.advice[0].text
+    assert risk.value_of("unrecorded_processes_rise_bytes") == risk.value_of("process_used_rise_bytes")
     assert "batch size" not in " ".join(advice.text for advice in risk.advice)
     assert "DataLoader workers" not in find_device_risk(run)[0].advice[0].text
 
