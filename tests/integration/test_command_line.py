@@ -80,7 +80,7 @@ def test_report_prints_json_for_programs(finished_training):
     assert (body["run"]["status"], body["run"]["exit_status"]) == ("finished", 0)
     assert (body["run"]["steps"], body["run"]["workers_reporting"]) == (150, [1, 1])
     parts = {"peak", "throughput", "data_wait_ratio", "outside_step", "exposed_stall", "overhead", "last_minute"}
-    parts.add("earlier_workers_count")
+    parts |= {"start", "earlier_workers_count"}
     assert set(body["summary"]) == parts
     for finding in body["findings"]:
         assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
