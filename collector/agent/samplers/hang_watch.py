@@ -129,7 +129,7 @@ class HangWatch:
         roles: ProcessRoles,
         *,
         proc: str = "/proc",
-        read: Callable[..., Any] = read_stacks,
+        read: Callable[[int, Locus, str], Any] = read_stacks,
     ) -> None:
         self._journal_dir = journal_dir
         self._prefix = f"{host}."

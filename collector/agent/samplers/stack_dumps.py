@@ -49,17 +49,17 @@ class StackError(Exception):
     """The stacks of a process cannot be read; the message says why, with the remedy."""
 
 
-def living(run: Run) -> dict[LocalProcess, Locus]:
+def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     """Return the processes of a run that live on this host, without the collector, and their places in the run."""
     if not of_this_boot(run):
         return {}
     host = socket.gethostname()
-    roles = ProcessRoles(host, lambda pid: procfs.start_ticks("/proc", pid))
+    roles = ProcessRoles(host, lambda pid: procfs.start_ticks(proc, pid))
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
     named = {*roles} | ({LocalProcess(command["pid"], command["start_ticks"])} if command else set())
-    alive, _ = ProcessTree("/proc", collector["pid"] if collector else 0).update(named)
+    alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
 
 
@@ -68,7 +68,7 @@ def locus(process: LocalProcess, role: Role) -> Locus:
     return Locus(role=ROLES[role.role], rank=role.rank, loader=role.loader, worker=role.worker, pid=process.pid)
 
 
-def read_stacks(pid: int, locus: Locus, *, native: bool = False) -> list[Stack]:
+def read_stacks(pid: int, locus: Locus, proc: str = "/proc", *, native: bool = False) -> list[Stack]:
     """Return the stacks of a process's Python threads; takes some 20 ms and does not pause the process.
 
     With `native`, frames of C and C++ are among them; this takes seconds, and pauses the process for a part of one.
@@ -78,7 +78,7 @@ def read_stacks(pid: int, locus: Locus, *, native: bool = False) -> list[Stack]:
     """
     dump = _dump(pid, native=native)
     threads = [thread["os_thread_id"] for thread in dump if thread.get("os_thread_id")]
-    return stacks_of(dump, locus, {thread: _waits(pid, thread) for thread in threads})
+    return stacks_of(dump, locus, {thread: _waits(pid, thread, proc) for thread in threads})
 
 
 def py_spy() -> str | None:
@@ -113,7 +113,7 @@ def _dump(pid: int, *, native: bool) -> list[dict[str, Any]]:
     raise StackError(one_line(message.strip().splitlines()[0] if message.strip() else "py-spy failed"))
 
 
-def _waits(pid: int, thread: int) -> str | None:
-    words = own_wait("/proc", pid, thread)
-    target = wait_target("/proc", pid, thread) if (words or "").startswith(_WITH_TARGET) else None
+def _waits(pid: int, thread: int, proc: str) -> str | None:
+    words = own_wait(proc, pid, thread)
+    target = wait_target(proc, pid, thread) if (words or "").startswith(_WITH_TARGET) else None
     return f"{words} ({target})" if target else words
