@@ -59,21 +59,13 @@ class Start(TypedDict):
 
 def start(tables: RunTables) -> Start | None:
     """Return how long the run took until its first step; None without steps, or without a command of its own."""
-    life, firsts = lifecycle_of(tables), (_first_ns(tables, name) for name in ("step", "batch"))
-    first_ns = next(filter(None, firsts), None)
+    life, first_ns = lifecycle_of(tables), tables.first_ns("step") or tables.first_ns("batch")
     if first_ns is None or life.command is None or life.watched:
         return None
     begin_ns = origin_ns(tables)
     hosts = sorted(set(tables.stream("process")["host"]))
     used = [cores_used(tables, host, begin_ns, first_ns) for host in hosts]
     return {"seconds": (first_ns - begin_ns) / SECOND_NS, "cores_used": sum(used) if used and all(used) else None}
-
-
-def _first_ns(tables: RunTables, name: str) -> float | None:
-    """Return the time of the first row of a stream, also if the tables hold only later ones; None without rows."""
-    if name in tables.totals:
-        return tables.totals[name].first_ns
-    return next(iter(floats(tables.stream(name), "time_ns")), None)
 
 
 class Slowdown(TypedDict):

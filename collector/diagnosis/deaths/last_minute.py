@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,14 @@ def earlier_workers(tables: RunTables) -> set[tuple[str, int]]:
 
 def to_records(states: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of `last_states` for JSON: integers, except `seconds`; unknown values are None."""
-    rows: list[dict[str, Any]] = states.to_dict("records")  # type: ignore[assignment]
-    for row in rows:
-        seconds = row["seconds"]
-        row |= {name: whole(value) for name, value in row.items() if not isinstance(value, str)}
-        row["seconds"] = None if pd.isna(seconds) else round(float(seconds), 3)
-    return rows
+    return [
+        {str(name): value if isinstance(value, str) else _number(name, value) for name, value in row.items()}
+        for row in states.to_dict("records")
+    ]
+
+
+def _number(name: Hashable, value: Any) -> int | float | None:
+    return (None if pd.isna(value) else round(float(value), 3)) if name == "seconds" else whole(value)
 
 
 def _ends_ns(tables: RunTables, samples: pd.DataFrame) -> dict[str, float]:

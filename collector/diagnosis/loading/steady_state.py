@@ -218,6 +218,9 @@ def without_pauses(durations: Floats) -> Floats:
     return np.minimum(durations, usual)
 
 
+_Kind = Literal["jump", "drift", "first epoch"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Change:
     """A change of the pace of a loop.
@@ -231,7 +234,7 @@ class Change:
 
     since: Loop
     before: Loop
-    kind: Literal["jump", "drift", "first epoch"]
+    kind: _Kind
     worker: int | None
     takes: str
     took: str
@@ -294,9 +297,7 @@ def _jump(fetches: pd.DataFrame, least: int) -> tuple[float, ...] | None:
     return tuple(fetches[["epoch", "index"]].iloc[place])
 
 
-def _change(
-    loop: Loop, begin: tuple[float, ...], kind: Literal["jump", "drift", "first epoch"], worker: int | None = None
-) -> Change | None:
+def _change(loop: Loop, begin: tuple[float, ...], kind: _Kind, worker: int | None = None) -> Change | None:
     """Return the change of a loop, or of one of its workers, at one of its batches.
 
     None if the usual times of a fetch before and since do not differ, or a part has too few batches.

@@ -124,6 +124,12 @@ class RunTables:
         """Return the number of rows of a stream over the whole run, including rows that its table lacks."""
         return self.totals[name].rows_count if name in self.totals else len(self.streams[name])
 
+    def first_ns(self, name: str) -> float | None:
+        """Return the time of a stream's first row over the whole run, None without rows."""
+        if name in self.totals:
+            return self.totals[name].first_ns
+        return next(iter(self.streams[name]["time_ns"]), None)
+
     def events_of(self, *kinds: EventKind, by: ProcessKey | None = None) -> list[Mapping[str, Any]]:
         """Return the events of these kinds, in order of time; only those that one process wrote, if it is given."""
         events = (event for event in self.events if event["kind"] in kinds)

@@ -124,15 +124,17 @@ def advise_stragglers(case: LoadingCase) -> tuple[Advice, ...]:
     return _by_replay(case, forecast(case.loop), (alike,))
 
 
-def advise_spells(case: LoadingCase, limit: WorkerLimit) -> tuple[Advice, ...]:
-    """Return advice for workers that are all slow at the same times, by what they wait for then."""
-    expected = f"up to {percent(case.steady.tail_wait_ratio)} of the waiting disappears"
+def advise_spells(case: LoadingCase, limit: WorkerLimit, waiting_ratio: float) -> tuple[Advice, ...]:
+    """Return advice for workers that are all slow at the same times, by what they wait for then.
+
+    These spells cause a share `waiting_ratio` of the loop's waiting.
+    """
+    expected = f"up to {percent(waiting_ratio)} of the waiting disappears"
     find_out = Advice(text=f"Find out {_STOPS.get(limit.waits_for or '', _STOPS_ANYWHERE)}", expected=expected)
     outlook = forecast(case.loop)
-    if not isinstance(outlook, Forecast) or outlook.best is None:
-        return (find_out,)
-    outlasts = outlook.best.low > outlook.measured.batches_per_second  # batches made ahead, the spells
-    return _by_replay(case, outlook, (find_out,)) if outlasts else (find_out,)
+    if isinstance(outlook, Forecast) and outlook.best and outlook.best.low > outlook.measured.batches_per_second:
+        return _by_replay(case, outlook, (find_out,))
+    return (find_out,)  # batches that are made ahead do not outlast the spells for certain
 
 
 def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:

@@ -48,7 +48,7 @@ def slow_in_spells(case: LoadingCase) -> Finding | None:
     in_spells = float(slow["fetch_ns"].sum() / fetches.loc[fetches["slow"], "fetch_ns"].sum())
     if in_spells < _LEAST_IN_SPELLS:
         return None
-    waiting = percent(in_spells * steady.tail_wait_ratio)
+    waiting_ratio = in_spells * steady.tail_wait_ratio
     limit = worker_limit(loop, fetches=slow)
     spans = [(float(spell["begin_ns"].min()), float(spell["time_ns"].max())) for spell in spells]
     lasting = float(np.median([end - begin for begin, end in spans])) / SECOND_NS
@@ -61,14 +61,15 @@ def slow_in_spells(case: LoadingCase) -> Finding | None:
     return Finding(
         kind="workers-too-slow",
         summary=f"{subject}: in {counted(len(spells), 'spell')} of about {duration(lasting)}, a batch takes "
-        f"{longer} instead of {short}. That causes {waiting} of the waiting; in these spells {limit.because}.",
+        f"{longer} instead of {short}. That causes {percent(waiting_ratio)} of the waiting; in these spells "
+        f"{limit.because}.",
         evidence=(
             *case.waiting_evidence,
             *case.measured(straggler_wait_ratio=steady.tail_wait_ratio, worker_idle_ratio=steady.idle_ratio),
             fact("slow_spells", listed, f"at most the first {_LISTED_SPELLS}", n=len(spells)),
             *limit.evidence,
         ),
-        advice=advise_spells(case, limit),
+        advice=advise_spells(case, limit, waiting_ratio),
         limited_by=limit.by,
         fault=limit.fault,
         **case.facts("worker"),
