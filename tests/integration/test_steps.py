@@ -118,18 +118,22 @@ def test_start_of_an_epoch_is_a_wait_for_data(run_text, persistent, loader):
 def test_sampler_of_a_loader_is_the_one_that_draws(run_text):
     run = run_text(
         "import torch\n"
-        "from torch.utils.data import BatchSampler, DataLoader, RandomSampler\n"
+        "from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler\n"
         "class Buckets(BatchSampler):\n"
         "    def __len__(self): raise RuntimeError('not known before the epoch')\n"
         "data = torch.ones(8, 4)\n"
         "own = Buckets(RandomSampler(data), 2, False)\n"
-        "loaders = DataLoader(data, batch_sampler=own), DataLoader(data, 2, shuffle=True), DataLoader(data)\n"
+        "part = DistributedSampler(data, num_replicas=2, rank=0)\n"
+        "loaders = [DataLoader(data, batch_sampler=own), DataLoader(data, 2, shuffle=True), DataLoader(data)]\n"
+        "loaders += [DataLoader(data, sampler=part)]\n"
         "for loader in loaders:\n    for batch in loader: pass\n"
     )
-    assert [json.loads(body)["sampler"] for body in run.events("loader")["body"]] == [
-        "Buckets",
-        "RandomSampler",
-        "SequentialSampler",
+    loaders = [json.loads(body) for body in run.events("loader")["body"]]
+    assert [(loader["sampler"], loader["shuffle"]) for loader in loaders] == [
+        ("Buckets", None),
+        ("RandomSampler", None),
+        ("SequentialSampler", None),
+        ("DistributedSampler", True),
     ]
 
 

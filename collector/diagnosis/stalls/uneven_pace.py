@@ -110,10 +110,11 @@ def _spells(fetches: pd.DataFrame, num_workers: int) -> list[pd.DataFrame]:
 def _is_of_time(loop: Loop, fetches: pd.DataFrame) -> bool:
     """Return whether slow batches that come together are no neighbours in the data.
 
-    A random sampler mixes the samples. In data that is read in its order, or by shards, a batch that is slow by
-    itself is slow again in another epoch.
+    A random sampler mixes the samples, and so does a distributed one that shuffles. In data that is read in its
+    order, or by shards, a batch that is slow by itself is slow again in another epoch.
     """
-    if "Random" in str(loop.setting.get("sampler")) and not loop.setting.get("iterable"):
+    is_random = loop.setting.get("shuffle") or "Random" in str(loop.setting.get("sampler"))
+    if is_random and not loop.setting.get("iterable"):
         return True
     known = fetches.groupby("index")["slow"].agg(["sum", "count"])
     again = known[(known["sum"] > 0) & (known["count"] > 1)]

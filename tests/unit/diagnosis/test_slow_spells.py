@@ -32,9 +32,10 @@ def findings(begins, **settings):
     ("settings", "begins"),
     [
         ({"sampler": "RandomSampler"}, (100, 100, 100)),
+        ({"sampler": "DistributedSampler", "shuffle": True}, (100, 100, 100)),
         ({"sampler": "SequentialSampler"}, (60, 120, 240)),
     ],
-    ids=["shuffled", "other data in each epoch"],
+    ids=["shuffled", "shuffled and shared out", "other data in each epoch"],
 )
 def test_workers_that_are_slow_at_the_same_times_are_no_slow_samples(settings, begins):
     kinds, found = findings(begins, **settings)
@@ -45,8 +46,11 @@ def test_workers_that_are_slow_at_the_same_times_are_no_slow_samples(settings, b
     assert finding.advice[0].text.startswith("Find out what is busy at these times")
 
 
-def test_the_same_slow_data_in_each_epoch_is_slow_samples():
-    assert findings((100, 100, 100), sampler="SequentialSampler")[0] == [("straggler-samples", "warning")]
+@pytest.mark.parametrize(
+    "settings", [{"sampler": "SequentialSampler"}, {"sampler": "DistributedSampler", "shuffle": False}]
+)
+def test_the_same_slow_data_in_each_epoch_is_slow_samples(settings):
+    assert findings((100, 100, 100), **settings)[0] == [("straggler-samples", "warning")]
 
 
 def test_workers_that_open_their_next_shards_in_the_same_round_are_not_slow_at_the_same_times():

@@ -138,6 +138,7 @@ def setting_of(loader: Any) -> Setting:
 
 def _configuration(loader: Any) -> dict[str, Any]:
     num_workers, prefetch_factor = setting_of(loader)
+    sampler = _sampler_in_use(loader)
     return {
         "num_workers": num_workers,
         "prefetch_factor": prefetch_factor,
@@ -148,7 +149,8 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "start_method": start_method_of(loader),
         "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
-        "sampler": type(_sampler_in_use(loader)).__qualname__,
+        "sampler": type(sampler).__qualname__,
+        "shuffle": shuffle if isinstance(shuffle := getattr(sampler, "shuffle", None), bool) else None,
         "collate": getattr(getattr(loader, "collate_fn", None), "__name__", None),
         "iterable": is_iterable(loader),
     }
