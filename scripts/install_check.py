@@ -38,11 +38,9 @@ def main() -> int:
     """Print one line per check; 1 if one failed."""
     with tempfile.TemporaryDirectory(prefix="tidegauge-install-") as scratch:
         source = Path(shutil.copytree(REPOSITORY, Path(scratch) / "source", ignore=shutil.ignore_patterns(".*")))
-        base, full, app = (
-            Installed(Path(scratch) / "base", source, ""),
-            Installed(Path(scratch) / "full", source, "[collector]"),
-            Installed(Path(scratch) / "app", source, "[app]"),
-        )
+        base = Installed(Path(scratch) / "base", source, "")
+        full = Installed(Path(scratch) / "full", source, "[collector]")
+        app = Installed(Path(scratch) / "app", source, "[app]")
         return 0 if all([*check_base(base), *check_collector(full), *check_app(app)]) else 1
 
 

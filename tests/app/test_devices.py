@@ -148,12 +148,8 @@ def test_each_bucket_shows_its_fullest_moment(run_dir):
     driver, allocators, within = grid(run_dir)
 
     steps, asked = records_of(run_dir, "device_memory"), records_of(run_dir, "device")
-    steps_ns, asked_ns, used, reserved = (
-        steps["time_ns"],
-        asked["time_ns"],
-        asked["used_bytes"],
-        steps["reserved_bytes"],
-    )
+    steps_ns, reserved = steps["time_ns"], steps["reserved_bytes"]
+    asked_ns, used = asked["time_ns"], asked["used_bytes"]
     most = {}
     for now in sorted({*steps_ns, *asked_ns}):
         place, step = np.searchsorted(asked_ns, now, "right") - 1, np.searchsorted(steps_ns, now, "right") - 1

@@ -68,10 +68,8 @@ def lanes(breakdown: WaitBreakdown, rounds: int = ROUNDS) -> Lanes | None:
     bars = pd.concat(parts, ignore_index=True).dropna(subset=["begin_ns", "end_ns"])
     bars["begin_ns"], bars["end_ns"] = bars["begin_ns"].clip(begin, end), bars["end_ns"].clip(begin, end)
     bars = bars[bars["end_ns"] > bars["begin_ns"]]
-    bars["begin_ms"], bars["duration_ms"] = (
-        (bars["begin_ns"] - begin) / MS_NS,
-        (bars["end_ns"] - bars["begin_ns"]) / MS_NS,
-    )
+    bars["begin_ms"] = (bars["begin_ns"] - begin) / MS_NS
+    bars["duration_ms"] = (bars["end_ns"] - bars["begin_ns"]) / MS_NS
     return Lanes(begin_ns=begin, end_ns=end, bars=bars.drop(columns=["begin_ns", "end_ns"]))
 
 

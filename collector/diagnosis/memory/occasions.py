@@ -229,10 +229,8 @@ def _passes(batches: pd.DataFrame, steps_ns: Floats) -> pd.DataFrame:
     The work on the last batch ends with a step. In a pass without steps it takes as long as the longest before, or
     until any other batch is asked for.
     """
-    times, begun = (
-        floats(batches, "time_ns"),
-        floats(batches, "time_ns") - np.nan_to_num(floats(batches, "wait_ns")),
-    )
+    times = floats(batches, "time_ns")
+    begun = times - np.nan_to_num(floats(batches, "wait_ns"))
     table = batches.assign(begin_ns=begun, end_ns=times).groupby(["loader", "epoch"])
     gaps = table["end_ns"].diff()
     passes = table.agg(begin_ns=("begin_ns", "first"), end_ns=("end_ns", "last"))

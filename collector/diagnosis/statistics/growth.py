@@ -315,10 +315,8 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     if low <= 0:
         return None
     # Where the rate itself changed, the residuals of one line understate its uncertainty.
-    low, high = (
-        min(low, *(half_slope for half_slope in (first, second) if half_slope > 0)),
-        max(high, first, second),
-    )
+    low = min(low, *(half_slope for half_slope in (first, second) if half_slope > 0))
+    high = max(high, first, second)
     begin = int(np.argmax(y >= y[0] + 0.1 * net))
     since = x_origin + x[max(begin - 1, 0)]
     return Growth(slope=slope, low=low, high=high, rise=float(net), since_seconds=float(since), n=len(times))

@@ -182,11 +182,8 @@ class OwnStore(Store):
 
     def _write_rollups(self, connection: duckdb.DuckDBPyConnection, name: str) -> None:
         """Write the missing rollups; write all of them again if rows arrived later than their rollup."""
-        rollup, table, ask = (
-            rollups.ROLLUPS[name],
-            f"{lake.LAKE}.{name}{rollups.TABLE_SUFFIX}",
-            ask_over(connection),
-        )
+        rollup, ask = rollups.ROLLUPS[name], ask_over(connection)
+        table = f"{lake.LAKE}.{name}{rollups.TABLE_SUFFIX}"
         whole = rollups.Reach.of_lake(ask, lake.LAKE, rollup.stream_columns)
         if whole.rows_count <= rollups.ROWS_WITHOUT_ROLLUPS or whole.first_ns is None or whole.last_ns is None:
             return

@@ -98,10 +98,8 @@ class SharedStore(Store):
         folder = f"{postgres.place(self.run.run_id).data}main/{table}/"
         if folder.startswith("/"):
             os.makedirs(folder, exist_ok=True)
-        path, form = (
-            quote(f"{folder}{uuid.uuid4()}.parquet"),
-            "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2",
-        )
+        path = quote(f"{folder}{uuid.uuid4()}.parquet")
+        form = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2"
         connection.execute(f"COPY (SELECT {columns} FROM {source}) TO {path} ({form})")
         connection.execute(f"CALL ducklake_add_data_files('{lake.LAKE}', '{table}', {path})")
 

@@ -54,10 +54,8 @@ class Transformer(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
         self.causal, self.read = vocabulary > 10, nn.Linear(64, 256)
-        self.layers, self.head = (
-            nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
-            nn.Linear(256, vocabulary),
-        )
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(256, vocabulary)
 
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device) if self.causal else None

@@ -87,10 +87,8 @@ def test_figures_come_from_the_message_without_an_observer():
     error = error_of(run)
     assert "requested_bytes" not in error
     [found] = [finding for finding in diagnose(run).findings if finding.kind == "cuda-oom"]
-    figures, said = (
-        {evidence.name: evidence.value for evidence in found.evidence},
-        message_figures(error["message"]),
-    )
+    figures = {evidence.name: evidence.value for evidence in found.evidence}
+    said = message_figures(error["message"])
     for name in ("requested_bytes", "allocated_bytes", "free_bytes"):
         assert figures[name] == said[name] > 0
     assert found.limit.value == run.streams["device"]["total_bytes"].max()
@@ -281,10 +279,8 @@ def test_line_that_took_the_memory_is_named():
 
 def test_error_without_figures_has_those_of_the_allocator():
     """Without NVML PyTorch fails while it composes its message, before its observers see the error."""
-    run, said = (
-        recorded("out-of-memory"),
-        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1',
-    )
+    run = recorded("out-of-memory")
+    said = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1'
     record = run.streams["device_memory"].iloc[-1]
     names = ("device", "error_time_ns", "requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes")
     lacking = dict.fromkeys((*names, "reserved_bytes"))

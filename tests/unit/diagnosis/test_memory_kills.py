@@ -148,10 +148,8 @@ def test_a_kill_after_a_growth_at_once_asks_what_followed_the_last_step():
 def test_a_kill_of_a_worker_that_grew_asks_for_what_it_keeps():
     """Fewer workers would only delay it."""
     script = training()
-    seconds, values = (
-        [START_SECONDS + at for at in (0.8, 1.2, 1.6, 2.0, 2.4)],
-        [n * MIB for n in (20, 90, 150, 300, 500)],
-    )
+    seconds = [START_SECONDS + at for at in (0.8, 1.2, 1.6, 2.0, 2.4)]
+    values = [n * MIB for n in (20, 90, 150, 300, 500)]
     sample_host(script, seconds, demand=values, limit=512 * MIB, cgroup_oom_kill_count=[0] * 4 + [1])
     sample_process(script, seconds, WORKERS[1], ROLE_WORKER, private=values, rss=values, loader=0, worker=1)
     end_run(end_training(end_workers(exception(script, "RuntimeError", KILLED_MESSAGE), 0)), 1)

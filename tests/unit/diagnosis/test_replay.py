@@ -23,11 +23,8 @@ def simulate_events(fetches, loop, *, workers, prefetch, in_order=True, cores=fl
     """
     sent = min(workers * prefetch, len(fetches))
     queues = [list(range(worker, sent, workers)) for worker in range(workers)]
-    doing, making, made = (
-        {},
-        {},
-        {},
-    )  # thread -> what is left of its work (-1: the loop) and its batch; batch -> worker
+    # Thread -> what is left of its work (-1: the loop) and its batch; batch -> worker.
+    doing, making, made = {}, {}, {}
     yielded, now, since = 0, 0.0, {}
     while True:
         for worker, queue in enumerate(queues):

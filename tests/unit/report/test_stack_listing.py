@@ -134,9 +134,7 @@ def test_a_file_of_an_environment_is_a_librarys_wherever_the_environment_lies(pa
 
 
 def test_library_frames_are_folded_except_the_one_that_is_executed():
-    lock, own, torch = (
-        Frame("acquire", f"{LIBRARY}/threading.py", 5),
-        Frame("f", "/home/me/a.py", 1),
-        Frame("fetch", f"{TORCH}/_utils/fetch.py", 1),
-    )
+    lock = Frame("acquire", f"{LIBRARY}/threading.py", 5)
+    own = Frame("f", "/home/me/a.py", 1)
+    torch = Frame("fetch", f"{TORCH}/_utils/fetch.py", 1)
     assert folded([lock, torch, own, torch, torch]) == [lock, 1, own, 2]
