@@ -103,7 +103,7 @@ crashes: setup
 versions: setup
 	$(BIN)/python scripts/versions.py
 
-# Trainers of other libraries, bare and attached, beside an independent count; writes the table of
+# Trainers of other libraries, bare and attached, against an independent count; writes the table of
 # docs/compatibility.md (about 10 minutes, 350 MB).
 compat: setup
 	$(BIN)/python tests/compat/run.py $(COMPAT)

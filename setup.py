@@ -1,6 +1,6 @@
 """Lay out a wheel so that it takes no name of the user's; the rest is in pyproject.toml.
 
-Two files lie beside the packages, in a wheel and in an editable install. Python runs `tidegauge.pth` at start-up.
+Two files lie next to the packages, in a wheel and in an editable install. Python runs `tidegauge.pth` at start-up.
 It does nothing outside a run, and attaches where a command sets PYTHONPATH anew. Every session of pytest imports
 `tidegauge_pytest.py`. It loads nothing else before a test has the mark.
 
@@ -26,7 +26,7 @@ TOOL = Path("training_harness") / "tool"
 
 
 class BuildOwnLayout(build_py):
-    """Build the packages, the files beside them, and the folder of the tool."""
+    """Build the packages, the files next to them, and the folder of the tool."""
 
     def run(self) -> None:
         """Copy the files and move the packages once they are there."""

@@ -257,7 +257,7 @@ def _draw_findings(block: Findings) -> None:
 
 
 def _draw_finding(finding: Finding, block: Findings) -> None:
-    """Draw what to do, and beside it the measurements that decide."""
+    """Draw what to do, and next to it the measurements that decide."""
     actions, figures = st.columns([3, 2], gap="medium")
     with actions:
         _draw_actions(finding)

@@ -23,7 +23,7 @@ from training_harness.layout import home_path, name_in_run_id
 _CONTROLS = ("run", "rank", "window", "x")
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
-#: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins beside it.
+#: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins at its sides.
 _STYLE = """<style>
 .stMainBlockContainer { padding: 4rem 3rem 3rem; }
 .stMainBlockContainer h2 { padding: 0; }

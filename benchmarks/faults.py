@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults [--repeats 3] [--steps N] [KIND …]
 
-Each fault of `tidegauge job fault` runs beside its twin, under the collector. For the fault and for its twin, a
+Each fault of `tidegauge job fault` runs next to its twin, under the collector. For the fault and for its twin, a
 row says how often the fault's own finding was among the warnings, which share of the run it costs by that
 finding, and which other warnings there were. Without KIND, all faults run that need no GPU and do not die.
 """

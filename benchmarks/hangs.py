@@ -6,7 +6,7 @@ Each case is a real training under `tidegauge run --on-finding`. In 18 cases it 
 known (tests/scripts/hanging.py; missing_rank.py has two ranks, and dumps of the Flight Recorder). In 42 it is
 healthy and has one long phase (tests/scripts/long_phases.py): each of 20 phases once with 75 s and once with 110 s,
 and a slow download of one sample with 150 s and with 200 s.
-The time is that from the last step or batch to the alert. Beside it stands whether the rule "silent for six times
+The time is that from the last step or batch to the alert. Next to it stands whether the rule "silent for six times
 the longest interval so far, and for 90 s" alarms on the same records.
 """
 
@@ -63,7 +63,7 @@ _PHASES = (
 )
 PHASES = {f"{phase}-{seconds}": (phase, str(seconds)) for phase in _PHASES for seconds in (75, 110)}
 PHASES |= {f"sample_download-{seconds}": ("sample_download", str(seconds)) for seconds in (150, 200)}
-#: The rule beside: times the longest interval so far, and at least these seconds.
+#: The other rule: times the longest interval so far, and at least these seconds.
 _RULE_FACTOR, _RULE_SECONDS = 6.0, 90.0
 
 

@@ -72,7 +72,7 @@ from training_harness.records import MISSING, STREAMS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-import screenshots  # noqa: E402 - it stands beside the benchmarks
+import screenshots  # noqa: E402 - it is in the folder of scripts
 
 RANKS = WORKERS = 8
 #: Seconds between two refreshes, as on a page; the server decides if the run is read again then.

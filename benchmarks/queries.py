@@ -247,7 +247,7 @@ def proc_number(file: str, name: str) -> int:
 
 
 def ask(run: Run, page: str, window: spans.Window) -> dict[str, Any]:
-    """Build a page twice, the second time measured; the verdict is drawn up beside the pages, so is its own."""
+    """Build a page twice, the second time measured; the verdict is drawn up next to the pages, so is its own."""
     from collector.diagnosis.run.tables import load_tables
     from collector.diagnosis.verdict import diagnose
 

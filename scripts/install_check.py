@@ -85,7 +85,7 @@ def check_names(environment: Installed) -> bool:
 
 
 def check_app(app: Installed) -> list[bool]:
-    """The pages of a run are drawn beside packages `app` and `collector` of the user, installed and not."""
+    """The pages of a run are drawn next to packages `app` and `collector` of the user, installed and not."""
     packages = next((app.bin.parent / "lib").glob("python*/site-packages"))
     for folder in (packages, app.bin.parent):
         for name in ("app", "collector"):

@@ -35,6 +35,7 @@ CLAUSE_WORDS += ("Until", "What", "When", "Where", "Whether", "Which", "While", 
 #: Words in docstrings and comments -> what to write instead.
 PLAINER = {
     "anew": "again",
+    "beside": "next to, or besides",
     "nobody": "no process, or no one",
     "so many": "the number",
     "told": "reported, recorded or shown",

@@ -1,6 +1,6 @@
 """The `tidegauge` command, with the collector that is installed together with this harness.
 
-A project may have its own packages `collector` and `app`. Those of Tidegauge lie beside this package in its
+A project may have its own packages `collector` and `app`. Those of Tidegauge lie next to this package in its
 repository, and in the folder `tool` within it where they were installed from a wheel.
 """
 

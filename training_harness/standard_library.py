@@ -1,6 +1,6 @@
 """Imports of the standard library, where the user's folder has a module of the same name.
 
-The folder of a script comes first on `sys.path`. So a `resource.py` beside `train.py` would run in place of the
+The folder of a script comes first on `sys.path`. So a `resource.py` next to `train.py` would run in place of the
 standard module as soon as the harness imports that. This module imports built-in modules alone, and `os`, which
 every interpreter has loaded.
 """

@@ -29,8 +29,8 @@ def _answer(moment: Moment) -> str:
         return answer(moment.findings, report.unexplained_end(ending.record.exit_status))
     is_healthy = all(finding.is_healthy for finding in moment.findings)
     is_calm = is_healthy and _slowdown(moment) is None
-    told = "The steps became slower" if is_healthy else "The findings below are information"
-    calm = "Nothing needs attention" if is_calm else f"No warnings. {told}"
+    what = "The steps became slower" if is_healthy else "The findings below are information"
+    calm = "Nothing needs attention" if is_calm else f"No warnings. {what}"
     return answer(moment.findings, f"{calm}{' so far' if moment.is_running and is_calm else ''}.")
 
 

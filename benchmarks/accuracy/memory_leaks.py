@@ -30,7 +30,7 @@ def block(size_bytes: float) -> torch.Tensor:
 
 
 def each_step(job: Job, do: Callable[[], object]) -> None:
-    """Do it after each step, beside what is done already."""
+    """Do it after each step, next to what is done already."""
     before = job.after_step
     job.after_step = lambda loss, batch: (before(loss, batch), do())
 

@@ -101,7 +101,7 @@ def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
 
 
 def of_both_clocks(case: str, way_ratio: float, eta: Eta | None, truths: Sequence[float]) -> list[Forecast]:
-    """Return what was forecast in seconds and in steps, beside the truth of each."""
+    """Return what was forecast in seconds and in steps, with the truth of each."""
     found = []
     for clock, truth in zip(CLOCKS, truths, strict=True):
         when = {name: _known(getattr(eta, f"{name}_{clock}", None)) for name in ("low", "mid", "high")}

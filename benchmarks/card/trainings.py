@@ -33,7 +33,7 @@ class Training:
         consequences: kinds of findings that are right besides.
         options: of `tidegauge run`.
         environ: further variables of its environment.
-        group: trainings of one group run side by side: the healthy ones beside none that takes ever more memory.
+        group: trainings of one group run side by side: the healthy ones next to none that takes ever more memory.
     """
 
     name: str

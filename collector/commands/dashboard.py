@@ -1,4 +1,4 @@
-"""`tidegauge dashboard`, and the same server beside another command."""
+"""`tidegauge dashboard`, and the same server next to another command."""
 
 from __future__ import annotations
 

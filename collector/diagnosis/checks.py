@@ -18,7 +18,7 @@ from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import KINDS, Check, Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
-#: (kind, role of its process) of a finding -> a check that fails by it beside those of its kind.
+#: (kind, role of its process) of a finding -> a check that fails by it, besides those of its kind.
 _OF_PROCESS: dict[tuple[str, str | None], str] = {
     ("hang", "worker"): "data loading",
     ("host-oom-kill", "main"): "training process's memory",

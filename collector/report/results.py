@@ -1,6 +1,6 @@
 """The result of a run that has ended: the few figures and findings that lists and histories of runs show.
 
-It is made once, with the verdict, and stored beside the run (in the shared store for all nodes), so that a page of
+It is made once, with the verdict, and stored with the run (in the shared store for all nodes), so that a page of
 hundreds of runs opens no lake.
 """
 

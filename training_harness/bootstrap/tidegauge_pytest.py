@@ -1,6 +1,6 @@
 """Entry point of pytest's plugin: it looks for the mark, and loads the rest with the first marked test.
 
-It lies beside the package: an import of the package would cost every session of pytest.
+It lies next to the package: an import of the package would cost every session of pytest.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Limits and quotas come from the control groups of the command, version 1 or 2 (t
 cgroup-v2 documents). A limit binds wherever it stands between the process's own group and the root (SLURM and
 Kubernetes put it on a parent), so every level counts. In a container the path in /proc/PID/cgroup may be the host's
 while the mount shows the container's own group as its root; then the mount itself is the level. A collector in a
-container beside that of the training sees the training's groups and /dev/shm through /proc/PID/root.
+container next to that of the training sees the training's groups and /dev/shm through /proc/PID/root.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def read_stacks(pid: int, locus: Locus, proc: str = "/proc", *, native: bool = F
 
 def py_spy() -> str | None:
     """Return the path of py-spy: of this environment, else on PATH; None if there is none."""
-    beside = Path(sysconfig.get_path("scripts")) / "py-spy"
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    own = Path(sysconfig.get_path("scripts")) / "py-spy"
+    return str(own) if os.access(own, os.X_OK) else shutil.which("py-spy")
 
 
 def not_allowed(scope: int | None) -> str:

@@ -250,8 +250,8 @@ def _collective(raised: _Raised) -> Cause | None:
         batches = between(written(tables, "batch", key), begin_ns, raised.time_ns)
         for loader, number in Counter(floats(batches, "loader")).items() if key != raised.key else ():
             name = loader_name(loader_settings(tables).get((key, int(loader)), {}))
-            told = f"loader {int(loader)} ({name})" if name else f"loader {int(loader)}"
-            busy.append(f"{lifecycle_of(tables).name(key)} got {counted(number, 'batch')} of {told}")
+            named = f"loader {int(loader)} ({name})" if name else f"loader {int(loader)}"
+            busy.append(f"{lifecycle_of(tables).name(key)} got {counted(number, 'batch')} of {named}")
     meanwhile = f" Meanwhile {listed(busy)}." if busy else ""
     look = (
         "let all ranks share what one of them does alone"

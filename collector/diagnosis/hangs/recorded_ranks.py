@@ -47,7 +47,7 @@ def without_progress(process: Process, standstill: Standstill) -> Process:
 
 
 def compared(found: Sequence[tuple[Process, Finding]], standstill: Standstill) -> list[Finding]:
-    """Return the findings of stacks beside the dumps, without those of ranks that merely wait for a missing one."""
+    """Return the findings of stacks, besides the dumps, without those of ranks that only wait for a missing one."""
     return [
         with_standstill(finding, standstill, agrees=standstill.may_be_due_to(finding.locus.rank))
         for culprit, finding in found

@@ -338,7 +338,7 @@ def cores_used(
 
 
 def _cores_of_run(loop: Loop, rows: pd.DataFrame) -> float:
-    """Return the cores that the run used while these fetches were made: its training computes beside its workers.
+    """Return the cores that the run used while these fetches were made: its training computes as its workers do.
 
     Workers and their children count by the records of the fetches, since a short-lived one is sampled too seldom.
     """

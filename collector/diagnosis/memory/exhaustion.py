@@ -132,7 +132,7 @@ def full_finding(
 ) -> Finding:
     """Return the finding that a resource is nearly used up, although its use does not grow.
 
-    `words` are for the sentence `resource.full`, beside those of the level and the locus.
+    `words` are for the sentence `resource.full`, besides those of the level and the locus.
     """
     level = {
         "used": amount(used, limit.unit),

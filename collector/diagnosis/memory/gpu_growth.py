@@ -115,8 +115,8 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
     trend = use.growth()
     if trend is None:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
-        told = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
-        return [told] if told is not None else []
+        finding = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
+        return [finding] if finding is not None else []
     return [leak_finding(resources.TENSORS, GrowingUse(use, trend, _more_tensors(tables, rank, trend)))]
 
 

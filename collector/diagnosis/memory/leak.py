@@ -321,19 +321,19 @@ def optimizer_finding(use: Use, kept: Floats, negligible: float, *, grows: str) 
     witnesses = witnesses_of(trend, {"optimizer_rise_bytes": (use.times, kept)}) if trend is not None else ()
     if trend is None or not witnesses:
         return None
-    told = (
+    summary = (
         f"{grows} by gradients and state of its optimizers: {size(trend.rise)} so far, {size(trend.slope)}/s. "
         "That ends when each parameter has its own, or a history is full."
     )
     growing = GrowingUse(whole, trend, witnesses)
-    return _information("bounded-growth", told, growing, (growing.rise, *witnesses))
+    return _information("bounded-growth", summary, growing, (growing.rise, *witnesses))
 
 
 def leak_finding(resource: Resource, growing: GrowingUse, *, iterates: bool = True, **words: object) -> Finding:
     """Return the finding that the use of a resource keeps growing; without a witness it is `cannot-tell`.
 
     A process that does not iterate, over batches or in steps, may still be loading its data. `words` are for the
-    sentences of the resource, beside those of the growth and the locus.
+    sentences of the resource, besides those of the growth and the locus.
     """
     use, witnesses = growing.use, growing.witnesses
     words = {**asdict(use.locus), **growing.words, **words}
@@ -409,7 +409,7 @@ def bounded_finding(use: Use, filling: Saturation, witnesses: tuple[Evidence, ..
     if not use.tables.goes_on:
         now, when = "when the run ended", f"after about {duration(likeliest)} more"
     window = f"{FULL_RATIO:.0%} of the growth"
-    told = (
+    summary = (
         f"{fills} a cache or a buffer: {size(filling.level)} {now}, {size(low)} to {size(high)} at the "
         f"end, {when}. This growth decelerates, and ends by itself."
     )
@@ -422,7 +422,7 @@ def bounded_finding(use: Use, filling: Saturation, witnesses: tuple[Evidence, ..
         fact("time_to_full_high_seconds", round(latest), window, n=filling.n),
         *witnesses,
     )
-    return _information("bounded-growth", told, growing, evidence)
+    return _information("bounded-growth", summary, growing, evidence)
 
 
 def _information(kind: str, summary: str, growing: GrowingUse, evidence: tuple[Evidence, ...]) -> Finding:

@@ -162,7 +162,7 @@ class Lifecycle:
     def _leaves_training(self) -> bool:
         """True if the command ended with status 0 and left a Python process of the run behind that may train.
 
-        Beside a training that was seen, a process without torch is a helper.
+        Next to a training that was seen, a process without torch is a helper.
         """
         return self.exit_status == 0 and any(
             process.get("is_python") and (not self.mains or key in self.with_torch)

@@ -1,7 +1,7 @@
 """Tell growth that ends, as of a cache that fills, from growth without an end. On plain arrays.
 
 A cache that is visited at random fills at a rate in proportion to its empty share, so its level approaches its end
-exponentially. Other growth decelerates too and has no end: a leak beside a cache, a logarithm, a root. `saturation`
+exponentially. Other growth decelerates too and has no end: a leak with a cache, a logarithm, a root. `saturation`
 fits all of them. The growth ends only if the exponential fits, and none without an end fits nearly as well.
 
 The fit is of increments, since the visits that add to a cache are random: the noise of its level is their sum. A
@@ -58,7 +58,7 @@ class Doubt:
 
     Attributes:
         likelihood: likelihood ratio up to which such a growth is plausible.
-        leak_ratio: least rate of a leak beside a cache, as a share of the mean rate of growth.
+        leak_ratio: least rate of a leak next to a cache, as a share of the mean rate of growth.
     """
 
     likelihood: float
@@ -216,7 +216,7 @@ def _left_over(increments: Floats, shape: Floats) -> float:
 
 
 def _least_error_without_end(x: Floats, whitener: Floats, increments: Floats, leak_ratio: float) -> float:
-    """Return the least sum of squares of the growths without an end: powers, logarithms, a leak beside a cache."""
+    """Return the least sum of squares of the growths without an end: powers, logarithms, a leak next to a cache."""
     shapes = [(x + origin) ** power for power in _POWERS for origin in _ORIGINS]
     shapes += [np.log1p(x / scale) for scale in _LOG_SCALES]
     errors = [_left_over(increments, whitener @ np.diff(shape)) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Small JSON documents of a run or of a home: what people and verdicts say of runs, beside their records.
+"""Small JSON documents of a run or of a home: what people and verdicts say of runs, apart from their records.
 
 Each is one file that is replaced as a whole. A change is made under a lock, so that two editors lose nothing.
 """

@@ -89,7 +89,7 @@ class Run:
 
     @property
     def _nodes(self) -> dict[str, Any]:
-        """The manifest of all nodes, beside the one of this node's part; empty without one."""
+        """The manifest of all nodes, next to the one of this node's part; empty without one."""
         try:
             nodes: dict[str, Any] = json.loads((self.path / layout.NODES).read_bytes())
             if not isinstance(nodes["anchors"], dict):

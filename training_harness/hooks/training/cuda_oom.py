@@ -219,10 +219,10 @@ def _out_of_memory_behind(error: BaseException | None) -> BaseException | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether CUDA's memory ran out, by torch's allocator or by an error of CUDA itself to a library."""
     text = str(error)
-    is_told = "out of memory" in text and any(name in text for name in ("CUDA", "HIP", "XPU"))
+    is_named = "out of memory" in text and any(name in text for name in ("CUDA", "HIP", "XPU"))
     # Without NVML the allocator fails while it composes its message (`reportProcessMemoryInfo`), and nowhere else.
-    is_told |= "NVML_SUCCESS" in text and "CachingAllocator" in text
-    return type(error).__name__ == "OutOfMemoryError" or is_told
+    is_named |= "NVML_SUCCESS" in text and "CachingAllocator" in text
+    return type(error).__name__ == "OutOfMemoryError" or is_named
 
 
 def install(progress: Progress, states: LoadedStates | None) -> OomHook:
