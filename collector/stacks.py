@@ -59,6 +59,7 @@ ONE_ENDLESS = "one descriptor, no timeout"
 #: A pipe that its reader does not empty.
 FULL_PIPE = "waiting for a full pipe"
 AWAITS_CHILD = "waiting for a child process"
+POLLS = "waiting for a pipe or socket"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
 _WAIT_CHANNELS = (
     ("futex", "blocked on a lock (futex)"),
@@ -69,11 +70,11 @@ _WAIT_CHANNELS = (
     ("wait_for_partner", "waiting for a pipe (a FIFO whose other end is not open)"),
     ("pipe_", "waiting for a pipe"),
     ("anon_pipe_", "waiting for a pipe"),
-    ("poll_", "waiting for a pipe or socket"),
-    ("do_poll", "waiting for a pipe or socket"),
-    ("do_select", "waiting for a pipe or socket"),
-    ("ep_poll", "waiting for a pipe or socket"),
-    ("do_epoll", "waiting for a pipe or socket"),
+    ("poll_", POLLS),
+    ("do_poll", POLLS),
+    ("do_select", POLLS),
+    ("ep_poll", POLLS),
+    ("do_epoll", POLLS),
     ("n_tty_read", "waiting for input at the terminal"),
     ("inet_csk_accept", "waiting for a connection"),
     ("unix_", "waiting for a local socket"),

@@ -410,8 +410,8 @@ EVENTS: dict[EventKind, Event] = {
             "`pid`, `start_ticks`, `role`, `rank`, `loader`, `worker`, `parent_pid`, `cpu_seconds`, "
             "`moved_seconds_ago` (since it, or a child of it, moved bytes; null if not in this silence), "
             "`received_seconds_ago` (the same of its TCP connections alone), "
-            "`threads` (`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each "
-            "Python process in a run without hooks",
+            "`threads` (`thread`, `waits`, `frames`) of each training process and worker, or of each Python "
+            "process in a run without hooks; `error` and `waits` of the main thread where they cannot be read",
         ),
     ),
     "stack-series": _event(

@@ -24,7 +24,7 @@ from collector.agent.samplers.moved_bytes import Moved, moved_bytes, sockets, tc
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
-from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks
+from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks, wait_of
 from collector.findings import Locus
 from collector.stacks import PLACE, from_fields, stack_fields
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
@@ -297,12 +297,14 @@ class HangWatch:
             "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
             "moved_seconds_ago": seconds_since(traffic.changed_ns),
             "received_seconds_ago": seconds_since(traffic.tcp_changed_ns),
+            "waits": None,
             "error": None,
         }
         try:
             stacks = self._read(process.pid, where, self._proc)
         except StackError as error:
-            return {**fields, "threads": [], "error": str(error)}
+            waits = wait_of(self._proc, process.pid, process.pid)
+            return {**fields, "threads": [], "waits": waits, "error": str(error)}
         return {**fields, "threads": [stack_fields(stack) for stack in stacks]}
 
     def _sizes(self, pids: set[int]) -> dict[int, Sizes]:

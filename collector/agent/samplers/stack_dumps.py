@@ -78,7 +78,7 @@ def read_stacks(pid: int, locus: Locus, proc: str = "/proc", *, native: bool = F
     """
     dump = _dump(pid, native=native)
     threads = [thread["os_thread_id"] for thread in dump if thread.get("os_thread_id")]
-    return stacks_of(dump, locus, {thread: _waits(pid, thread, proc) for thread in threads})
+    return stacks_of(dump, locus, {thread: wait_of(proc, pid, thread) for thread in threads})
 
 
 def py_spy() -> str | None:
@@ -113,7 +113,8 @@ def _dump(pid: int, *, native: bool) -> list[dict[str, Any]]:
     raise StackError(one_line(message.strip().splitlines()[0] if message.strip() else "py-spy failed"))
 
 
-def _waits(pid: int, thread: int, proc: str) -> str | None:
+def wait_of(proc: str, pid: int, thread: int) -> str | None:
+    """Return what a thread waits for, with its target; None if /proc does not tell."""
     words = own_wait(proc, pid, thread)
     target = wait_target(proc, pid, thread) if (words or "").startswith(_WITH_TARGET) else None
     return f"{words} ({target})" if target else words

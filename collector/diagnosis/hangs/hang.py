@@ -147,6 +147,8 @@ def _held_up(
         culprit = _culprit(life, processes, main, [key for key in silent if key != main])
         if culprit is None:
             found |= _undelivered(life, processes, main, silent[main])
+        elif culprit.is_unread and culprit.locus.role == "main" and standstill is not None:
+            continue  # the dumps tell more
         elif culprit.key not in found and not culprit.is_evaluating:
             found[culprit.key] = culprit, _finding(life, culprit, processes, main, silent, series)
     return _in_one(life, [*found.values()])
@@ -192,15 +194,17 @@ def _culprit(
 ) -> Process | None:
     """Follow the waits from a silent training process to the process that all wait for; None if unknown."""
     process = processes.get(main)
-    if process is None or (process.main is None and not process.is_suspended):
+    if process is None or (process.main is None and not (process.is_suspended or process.is_unread)):
         return None
+    slots = worker_slots(life.tables)
+    workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
+    if process.is_unread and not process.is_suspended:
+        return who_holds_up(workers) or (None if process.is_busy else process)
     if others and process.is_in_collective:
         late = [processes[key] for key in others if key in processes and not processes[key].is_in_collective]
         return _culprit(life, processes, late[0].key, ()) if late else process
     if process.activity != WAITS_FOR_BATCH or process.is_suspended:
         return stuck_child(process, processes.values()) or process
-    slots = worker_slots(life.tables)
-    workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     return who_holds_up(workers)
 
 
@@ -283,6 +287,8 @@ def _finding(
         silent=duration(silence["lasted_seconds"]),
     )
     found = catalogue.with_remedy(found, waits, life, culprit)
+    if culprit.is_unread:
+        found = extended(found, f"Its line is unknown: {culprit.error}.")
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
         found = extended(found, uneven.sentence, *uneven.evidence, advice=(uneven.advice,), fault="your code")

@@ -24,6 +24,7 @@ from collector.stacks import (
     MAIN_THREAD,
     MAKES_BATCH,
     ONE_ENDLESS,
+    POLLS,
     PROCESS_BEGIN,
     SUSPENDED,
     WAITS_FOR_INDEX,
@@ -113,6 +114,8 @@ class Process:
         busy_ratio: CPU time over wall time between the dumps; None with a single dump.
         moved_seconds_ago: time since it, or a child of it, moved bytes; None if it did not in this silence.
         received_seconds_ago: the same of bytes of its TCP connections.
+        unread_waits: what its main thread waits for, where its stacks could not be read; None if unknown.
+        error: why they could not.
     """
 
     key: ProcessKey
@@ -124,6 +127,8 @@ class Process:
     busy_ratio: float | None
     moved_seconds_ago: float | None = None
     received_seconds_ago: float | None = None
+    unread_waits: str | None = None
+    error: str | None = None
 
     @property
     def main(self) -> Stack | None:
@@ -176,7 +181,7 @@ class Process:
         if self.is_suspended:
             return SUSPENDED
         stack = self._telling_stack
-        return self.awaits or (stack.waits if stack else None)
+        return self.awaits or (stack.waits if stack else self.unread_waits)
 
     @property
     def awaits(self) -> str | None:
@@ -211,7 +216,7 @@ class Process:
     @property
     def has_one_thread(self) -> bool:
         """True if it has no other Python threads than helpers of queues."""
-        return all(stack.activity in HELPS_QUEUES for stack in self._others)
+        return bool(self.threads) and all(stack.activity in HELPS_QUEUES for stack in self._others)
 
     @property
     def has_thread_at_work(self) -> bool:
@@ -236,6 +241,11 @@ class Process:
                 state = "" if stack.waits is None or stack.is_at_lock else f", {stack.waits},"
                 places.append(f"{stack.thread}{state} stands in {_place_words(frame)}")
         return f" {' and '.join(places[:_MOST_THREADS])}." if places else ""
+
+    @property
+    def is_unread(self) -> bool:
+        """True if only the kernel tells what it waits for."""
+        return self.main is None and self.unread_waits is not None
 
     @property
     def _others(self) -> Iterator[Stack]:
@@ -285,8 +295,8 @@ class Process:
     @property
     def is_busy(self) -> bool:
         """True if it computes."""
-        is_running = self.main is not None and self.main.waits == "computing"
-        return is_running or (self.busy_ratio is not None and self.busy_ratio > _BUSY_RATIO)
+        waits = self.main.waits if self.main else self.unread_waits
+        return waits == "computing" or (self.busy_ratio is not None and self.busy_ratio > _BUSY_RATIO)
 
     @property
     def is_stuck(self) -> bool:
@@ -296,7 +306,14 @@ class Process:
     @property
     def is_suspended(self) -> bool:
         """True if a signal has stopped it."""
-        return any(stack.waits == SUSPENDED for stack in self.threads)
+        return SUSPENDED in (self.unread_waits, *(stack.waits for stack in self.threads))
+
+    @property
+    def is_at_work(self) -> bool:
+        """True for a worker that makes a batch, or cannot: without stacks, one that does not poll its queue."""
+        if self.is_suspended or self.activity == MAKES_BATCH:
+            return True
+        return self.is_unread and not (self.waits or "").startswith(POLLS)
 
     def transfer(self, within_seconds: float) -> str | None:
         """Return a sentence on bytes that it moved within this time, if it waits: then it is slow, and not stuck.
@@ -368,6 +385,7 @@ def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:
         # A dump can fail while the interpreter changes what is read.
         readable = [entry for entry in entries if entry["threads"]] or entries[-1:]
         entry, before = readable[-1], readable[:-1]
+        first = readable[0] if entry["threads"] else entries[0]
         where = replace(life.locus(key), role=life.role(key) if life.mains else "main")
         threads = tuple(from_fields(thread, where) for thread in entry["threads"])
         if slot := slots.get(key[:2]):
@@ -386,9 +404,11 @@ def processes_of(life: Lifecycle, series: Series) -> dict[ProcessKey, Process]:
             parent_pid=entry.get("parent_pid"),
             threads=threads,
             is_still=bool(before) and all(_place(dump) == _place(entry) for dump in before),
-            busy_ratio=_busy_ratio(readable[0], entry),
+            busy_ratio=_busy_ratio(first, entry),
             moved_seconds_ago=entry.get("moved_seconds_ago"),
             received_seconds_ago=entry.get("received_seconds_ago"),
+            unread_waits=entry.get("waits"),
+            error=entry.get("error"),
         )
     return found
 
@@ -460,7 +480,7 @@ def is_forked(life: Lifecycle, process: Process) -> bool:
 
 def who_holds_up(workers: Sequence[Process]) -> Process | None:
     """Return the worker that a training process waits for; None if none of them is at work."""
-    at_work = [worker for worker in workers if worker.is_suspended or worker.activity == MAKES_BATCH]
+    at_work = [worker for worker in workers if worker.is_at_work]
     # A worker at a lock may wait for another worker at work, which holds it.
     at_work.sort(key=lambda worker: (not worker.is_suspended, worker.is_at_lock, not worker.is_stuck))
     return at_work[0] if at_work else next((worker for worker in workers if worker.feeder is not None), None)

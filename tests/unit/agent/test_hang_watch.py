@@ -106,7 +106,7 @@ def test_a_process_whose_stacks_cannot_be_read_is_recorded_with_the_reason(tmp_p
 
     training = Training(tmp_path, roles, refuse).train(10).wait(20)
     entry = training.taken[0][1]["processes"][0]
-    assert (entry["error"], entry["threads"]) == ("not allowed here", [])
+    assert (entry["error"], entry["threads"], entry["waits"]) == ("not allowed here", [], "computing")
     assert entry["cpu_seconds"] is not None
 
 

@@ -78,6 +78,12 @@ def _at(one, number):
         "parent_pid": one["parent"],
         "cpu_seconds": 5.0 + one["used_seconds"] * number / 2,
         **one["since"],
-        "threads": [{"thread": "MainThread", "waits": one["waits"], "frames": frames}],
-        "error": None,
+        **_read(one, frames),
     }
+
+
+def _read(one, frames):
+    if waits := one.get("unread"):
+        return {"threads": [], "waits": waits, "error": "py-spy is not installed"}
+    threads = [{"thread": "MainThread", "waits": one["waits"], "frames": frames}]
+    return {"threads": threads, "waits": None, "error": None}

@@ -1,0 +1,34 @@
+"""Hangs where py-spy is missing or may not read: the kernel's state names the process, and no line."""
+
+from __future__ import annotations
+
+import pytest
+from hanging_trainings import only, stacks, training
+from simulated_runs import MAIN
+from stack_events import FOR_A_BATCH, FOR_AN_INDEX, IN_A_SAMPLE, IN_MAIN, LOCK, POLL, WORKERS, process
+
+from collector.diagnosis.hangs.hang import find_hangs
+
+WAITING = process(MAIN, FOR_A_BATCH, POLL)
+IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
+
+
+def unread(one, waits):
+    """Return a process whose stacks could not be read: the kernel alone tells what it waits for."""
+    return {**one, "unread": waits}
+
+
+@pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
+def test_without_py_spy_the_worker_that_does_not_wait_for_work_is_named(budgets, severity):
+    seen = [unread(WAITING, POLL), unread(IDLE, POLL), unread(process(WORKERS[1], IN_A_SAMPLE, LOCK), LOCK)]
+    found = only(stacks(training(batches=0), *seen, budgets=budgets))
+    assert (found.locus.worker, found.severity) == (1, severity)
+    assert "blocked on a lock (futex); the training process" in found.summary
+    assert "Its line is unknown: py-spy is not installed" in found.summary
+
+
+@pytest.mark.parametrize(("waits", "used_seconds", "count"), [("asleep", 0.0, 1), ("computing", 2.0, 0)])
+def test_without_py_spy_a_training_process_that_stands_still_itself_is_information(waits, used_seconds, count):
+    alone = [unread(process(MAIN, IN_MAIN, waits, used_seconds=used_seconds), waits), unread(IDLE, POLL)]
+    found = find_hangs(stacks(training(), *alone, budgets=9).tables())
+    assert [(one.locus.role, one.severity) for one in found] == [("main", "info")] * count
