@@ -152,8 +152,10 @@ def _has_alarm(times_ns: Sequence[float]) -> bool:
 
 
 def _events(home: Path) -> list[dict[str, Any]]:
+    """Return the events of a case's run, without the line that the kill of its collector may have cut off."""
     logs = home.glob("runs/*/events/*.jsonl")
-    return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    lines = [line for log in logs for line in log.read_text().splitlines(keepends=True)]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _fact(finding: dict[str, Any], name: str) -> Any:
@@ -203,7 +205,10 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="tidegauge-hangs-", ignore_cleanup_errors=True) as folder,
         ThreadPoolExecutor(options.side_by_side) as pool,
     ):
-        outcomes = list(pool.map(lambda case: run(case, options.minutes * 60, Path(folder)), cases))
+        outcomes = []
+        for outcome in pool.map(lambda case: run(case, options.minutes * 60, Path(folder)), cases):
+            outcomes.append(outcome)
+            print(*filter(None, row(outcome)), sep=" | ", file=sys.stderr, flush=True)
     table = Table(title=f"{len(outcomes)} trainings, {options.side_by_side} side by side")
     for name in ("case", "hangs in", "process", "line", "cause", "named after", "6 x, 90 s rule"):
         table.add_column(name)
