@@ -96,6 +96,8 @@ _LAUNCHER_PATHS = ("torch/distributed/elastic/", "torch/distributed/launcher/", 
 _TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
 #: Begin of the words for waiting for any kind of lock.
 AT_LOCK = "blocked on a"
+#: A futex in memory that processes share, as of `multiprocessing.Lock`; nothing frees it when its holder ends.
+AT_SHARED_LOCK = "blocked on a lock that processes share (futex)"
 MAIN_THREAD = "MainThread"
 
 #: Fields of a process in a `stacks` event that say its place in the run.

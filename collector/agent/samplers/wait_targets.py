@@ -11,7 +11,7 @@ import socket
 import struct
 
 from collector.agent.samplers import procfs
-from collector.stacks import AWAITS_CHILD, ONE_ENDLESS, wait_words
+from collector.stacks import AT_SHARED_LOCK, AWAITS_CHILD, ONE_ENDLESS, wait_words
 from training_harness.journal import stat_fields
 
 #: Machine -> numbers of the system calls whose first argument is a descriptor: read, write, send, receive, accept,
@@ -29,6 +29,9 @@ _HELD_UP = ("waiting for", "blocked")
 _OF_EVENTS = {"x86_64": frozenset({232, 281}), "aarch64": frozenset({22})}
 _NO_TIMEOUT = 0xFFFFFFFF
 _OF_CHILD = {"x86_64": frozenset({61}), "aarch64": frozenset({260})}
+#: futex; its second argument has this bit where only threads of one process share the lock.
+_OF_FUTEX = {"x86_64": frozenset({202}), "aarch64": frozenset({98})}
+_FUTEX_PRIVATE_FLAG = 128
 
 
 def own_wait(proc: str, pid: int, thread: int) -> str | None:
@@ -38,7 +41,25 @@ def own_wait(proc: str, pid: int, thread: int) -> str | None:
     if stat is None:
         return None
     name = (channel or b"").decode(errors="replace").strip("\0\n")
+    if name.startswith("futex") and _is_in_shared_memory(proc, pid, thread):
+        return AT_SHARED_LOCK
     return wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
+
+
+def _is_in_shared_memory(proc: str, pid: int, thread: int) -> bool:
+    """Return whether a thread waits at a futex that other processes map, too; the end of a thread is none."""
+    words = (procfs.read_file(f"{proc}/{pid}/task/{thread}/syscall") or b"").split()
+    if len(words) < 3 or not words[0].isdigit() or int(words[0]) not in _OF_FUTEX.get(os.uname().machine, ()):
+        return False
+    if int(words[2], 16) & _FUTEX_PRIVATE_FLAG:
+        return False
+    address = int(words[1], 16)
+    for line in (procfs.read_file(f"{proc}/{pid}/maps") or b"").splitlines():
+        bounds, access = line.split(maxsplit=2)[:2]
+        begin, _, end = bounds.partition(b"-")
+        if int(begin, 16) <= address < int(end, 16):
+            return access.endswith(b"s")
+    return False
 
 
 def wait_target(proc: str, pid: int, thread: int) -> str | None:

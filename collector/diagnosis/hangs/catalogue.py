@@ -13,12 +13,12 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_PROCESS,
     AWAITS_QUEUE,
     AWAITS_ROOM,
-    AWAITS_SHARED_LOCK,
     AWAITS_TAKER,
     AWAITS_TASK,
     AWAITS_THREAD,
     AWAITS_THREADS,
     COLLECTIVE,
+    SHARED_LOCKS,
     Process,
     is_forked,
 )
@@ -37,10 +37,13 @@ _HANG_ADVICE = {
         "nothing should be read, start the command with `< /dev/null`",
         expected="training goes on, or ends with an error in place of the hang",
     ),
-    AWAITS_SHARED_LOCK: Advice(
-        text="Look where the other processes stand (`tidegauge stacks`): one of them holds the lock, or one that "
-        "has ended does. Hold it only briefly, and give `acquire` a timeout",
-        expected="an exception in place of the hang",
+    **dict.fromkeys(
+        SHARED_LOCKS,
+        Advice(
+            text="Look where the other processes stand (`tidegauge stacks`): one of them holds the lock, or one "
+            "that has ended does. Hold it only briefly, and give `acquire` a timeout",
+            expected="an exception in place of the hang",
+        ),
     ),
     "blocked on a lock": Advice(
         text="Find out what holds the lock at that line; if it was made before the workers were forked, make it in "
@@ -285,7 +288,7 @@ def of_lost_process(hang: Finding, pids: Sequence[int], awaits: str | None) -> F
     them = f"process {pids[0]}" if is_one else "them"
     causes = "an error or an exit in the code that it ran, a signal, or the kernel for lack of memory (`dmesg`)"
     find = f"what ended {them}: {causes}"
-    if awaits == AWAITS_SHARED_LOCK:
+    if awaits in SHARED_LOCKS:
         named = f"Process {pids[0]}" if is_one else f"{len(pids)} processes of the training"
         effect = (
             "and nothing frees the lock if it held it" if is_one else "and nothing frees the lock if one held it"

@@ -28,9 +28,9 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_POOL,
     AWAITS_PROCESS,
     AWAITS_ROOM_ELSEWHERE,
-    AWAITS_SHARED_LOCK,
     AWAITS_TASK,
     COLLECTIVE,
+    SHARED_LOCKS,
     STUCK_WAITS,
     Process,
     Series,
@@ -329,12 +329,12 @@ def _lost_processes(
 
     A pool with `maxtasksperchild` ends its processes all the time. A lock may be held by any child of the training.
     """
-    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM, AWAITS_SHARED_LOCK):
+    if process.awaits not in (AWAITS_POOL, AWAITS_ITEM, *SHARED_LOCKS):
         return []
     host, pid, _ = process.key
     samples = between(sampled_on(life.tables, host), 0, until_ns)
     samples = samples[floats(samples, "role") != ROLE_WORKER]
-    parent = main[1] if process.awaits == AWAITS_SHARED_LOCK else pid
+    parent = main[1] if process.awaits in SHARED_LOCKS else pid
     children = samples.loc[floats(samples, "parent_pid") == parent, "process_pid"].unique()
     ended = samples[samples["process_pid"].isin(children) & (floats(samples, "alive") == 0)]
     since_ns = until_ns - (seconds + _AT_ONCE_SECONDS) * SECOND_NS

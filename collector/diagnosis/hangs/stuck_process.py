@@ -19,6 +19,7 @@ from collector.findings import Evidence, Locus, fact
 from collector.stacks import (
     ASLEEP,
     AT_LOCK,
+    AT_SHARED_LOCK,
     FEEDS_QUEUE,
     HELPS_QUEUES,
     MAIN_THREAD,
@@ -61,6 +62,8 @@ AWAITS_NOTICE = "waiting for a thread to wake it"
 AWAITS_PROCESS = "waiting for another process to wake it"
 #: A lock or a semaphore of `multiprocessing`. Nothing frees it when the process that holds it ends.
 AWAITS_SHARED_LOCK = "blocked on a lock of multiprocessing"
+#: The same where the library's own code does not show, as in `acquire()`, or of another library.
+SHARED_LOCKS = (AWAITS_SHARED_LOCK, AT_SHARED_LOCK)
 #: Waits that only a thread of the same process can end.
 _ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK, AWAITS_NOTICE)
 #: Waits for a thread that itself may wait for something slow.
@@ -72,6 +75,8 @@ _TRACKER_PATHS = ("multiprocessing/resource_tracker.py",)
 _POOL_PATHS = ("multiprocessing/pool.py", "multiprocess/pool.py")
 _QUEUE_PATHS = ("multiprocessing/queues.py", "multiprocess/queues.py")
 _SYNCHRONIZE_PATHS = ("multiprocessing/synchronize.py", "multiprocess/synchronize.py")
+#: A Condition at its own lock: it does not wait for a notice yet.
+_AT_MUTEX: Place = ("__enter__", ("/threading.py",))
 _RESULT: Place = ("result", ("/concurrent/futures/_base.py",))
 _POOL_THREAD: Place = ("_worker", ("/concurrent/futures/thread.py",))
 #: Function of the standard library, end of its file's path -> what a thread that is blocked in it waits for.
@@ -194,13 +199,15 @@ class Process:
         if self.feeder is not None and any(is_in(frame, *_ENDING) for frame in self.main.frames):
             return AWAITS_TAKER
         calls = [*takewhile(lambda frame: not frame.is_own, self.main.frames)]
+        if any(is_in(frame, *_AT_MUTEX) for frame in calls):
+            return None  # of a queue, say, which is neither full nor empty
         found = (words for name, paths, words in _AWAITED if any(is_in(frame, name, paths) for frame in calls))
         awaited = next(found, None)
         if awaited == AWAITS_POOL and any(
             is_in(frame, "worker", _POOL_PATHS) for stack in self.threads for frame in stack.frames
         ):
             return AWAITS_TASK  # a ThreadPool
-        return awaited
+        return AT_SHARED_LOCK if awaited is None and self.main.waits == AT_SHARED_LOCK else awaited
 
     @property
     def is_alone(self) -> bool:

@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from collector.agent.samplers.wait_targets import own_wait, wait_target
-from collector.stacks import FULL_PIPE, ONE_ENDLESS
+from collector.stacks import AT_SHARED_LOCK, FULL_PIPE, ONE_ENDLESS
 from tests.conftest import wait_for
 
 PID = os.getpid()
@@ -129,3 +129,16 @@ def test_an_event_loop_is_shown_that_nothing_but_a_thread_can_wake(thread, way, 
 
 def test_a_process_that_may_not_be_read_has_no_target(tmp_path):
     assert wait_target(str(tmp_path), 1, 1) is None
+
+
+@pytest.mark.parametrize("module", ["multiprocessing", "threading"])
+def test_a_lock_that_processes_share_is_told_from_one_of_threads(module):
+    """`acquire` is native code, so no frame shows whose lock it is."""
+    command = [sys.executable, "-c", f"import {module}; lock = {module}.Lock(); lock.acquire(); lock.acquire()"]
+    with subprocess.Popen(command) as child:
+        words = wait_for(
+            lambda: (found := own_wait("/proc", child.pid, child.pid) or "").startswith("blocked") and found,
+            "a process at a lock",
+        )
+        child.kill()
+    assert words == (AT_SHARED_LOCK if module == "multiprocessing" else "blocked on a lock (futex)")

@@ -20,7 +20,7 @@ from stack_events import (
 )
 
 from collector.diagnosis.verdict import diagnose
-from collector.stacks import ONE_ENDLESS
+from collector.stacks import AT_SHARED_LOCK, ONE_ENDLESS
 from training_harness.records import ROLE_OTHER
 
 AT_A_POOL = [
@@ -199,6 +199,23 @@ def test_lock_of_multiprocessing_stays_taken_when_its_holder_ends(ends_at):
     assert ("Process 3000 ended just then, and nothing frees the lock" in finding.summary) == (ends_at == 21.0)
     begin = "Find out what ended process 3000" if ends_at == 21.0 else "Look where the other processes stand"
     assert finding.advice[0].text.startswith(begin)
+
+
+def test_lock_that_the_kernel_shows_to_be_shared_is_told_as_such_where_no_frame_of_its_library_shows():
+    finding = only(with_child_ended(stacks(training(), process(MAIN, IN_MAIN, AT_SHARED_LOCK)), 21.0))
+    assert "it is blocked on a lock that processes share (futex) in save, train.py:35" in finding.summary
+    assert "Process 3000 ended just then, and nothing frees the lock" in finding.summary
+    assert "no other Python thread" not in finding.summary
+
+
+@pytest.mark.parametrize("call", ["Queue.put", "Queue.get"])
+def test_worker_at_the_mutex_of_a_queue_is_not_told_of_items_or_room(call):
+    """The lock within a queue was held at the fork: here no thread will ever free it."""
+    at_mutex = [["Condition.__enter__", f"{LIBRARY}/threading.py", 265], [call, f"{LIBRARY}/queue.py", 133]]
+    at_mutex += IN_A_SAMPLE
+    finding = only(stacks(training(), process(WORKERS[0], at_mutex, LOCK), process(MAIN, FOR_A_BATCH, POLL)))
+    assert "it is blocked on a lock (futex) in Files.__getitem__, dataset.py:41" in finding.summary
+    assert "before the workers were forked" in finding.advice[0].text
 
 
 def test_forked_worker_that_waits_for_a_thread_of_the_training_process_is_told_that_it_has_none():
