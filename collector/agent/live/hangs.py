@@ -7,15 +7,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from collector.agent.live.alerts import Alerts, command_sender
 from collector.agent.problems import say
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
 from collector.findings import Finding, Locus
-from collector.store import JournalError, Run, list_event_logs, read_events
+from collector.store import Run
 from training_harness.journal import EventLog, Identity
 
 #: Value of `--on-hang` that ends the command; any other one is a shell command.
@@ -40,6 +41,12 @@ class HangReports:
         commands = [] if on_hang is None or self._is_cancelled else [on_hang]
         self._command = Alerts([command_sender(command, option="--on-hang") for command in commands])
         self._reported: set[tuple[Locus, int | None]] = set()
+        self._workers: list[LocalProcess] = []
+
+    def note_event(self, event: Mapping[str, Any]) -> None:
+        """Take note of an event of the run's processes on this host: cancelling ends their workers."""
+        if event["kind"] == "worker-start":
+            self._workers.append(LocalProcess(event["pid"], event["start_ticks"]))
 
     def report(self, run: Run, name: str, findings: Iterable[Finding]) -> None:
         """Report the hangs that are new and certain."""
@@ -61,7 +68,7 @@ class HangReports:
                 "hang-cancelled", command_pid=command["pid"]
             )
             say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
-            processes = LocalProcess(command["pid"], command["start_ticks"]), run, finding.locus
+            processes = LocalProcess(command["pid"], command["start_ticks"]), self._workers, finding.locus
             threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()
 
     def close(self) -> None:
@@ -69,14 +76,14 @@ class HangReports:
         self._command.close()
 
 
-def _cancel(command: LocalProcess, run: Run, culprit: Locus) -> None:
+def _cancel(command: LocalProcess, workers: Sequence[LocalProcess], culprit: Locus) -> None:
     """End the command, then the processes that may hang: a stuck worker does not notice that its parent is gone."""
     _send(command, signal.SIGTERM)
     deadline = time.monotonic() + CANCEL_SECONDS
     while command.is_alive() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     _send(command, signal.SIGKILL)
-    for process in (*_living(culprit), *_workers(run)):
+    for process in (*_living(culprit), *workers):
         _send(process, signal.SIGKILL)
 
 
@@ -92,12 +99,3 @@ def _living(locus: Locus) -> Iterator[LocalProcess]:
     ticks = None if pid is None else procfs.start_ticks("/proc", pid)
     if pid is not None and ticks is not None:
         yield LocalProcess(pid, ticks)
-
-
-def _workers(run: Run) -> Iterator[LocalProcess]:
-    """Yield the DataLoader workers that a run has started on this host."""
-    for path in list_event_logs(run):
-        with suppress(JournalError):
-            for row in read_events(path, 0).rows:
-                if row["kind"] == "worker-start" and row["host"] == socket.gethostname():
-                    yield LocalProcess(row["pid"], row["start_ticks"])

@@ -157,6 +157,7 @@ class Outlets:
             self._investigator.note_event(event)
         self.before_oom.note_event(event)
         self._settings.note_event(event)
+        self._hangs.note_event(event)
         if self._verdicts is None:
             return
         if self.before_oom.is_wanted:

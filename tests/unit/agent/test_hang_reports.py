@@ -14,7 +14,7 @@ import pytest
 from collector.agent.live.hangs import HangReports
 from collector.findings import Evidence, Finding, Locus
 from collector.store import Run
-from training_harness.journal import EventLog, Identity, start_ticks
+from training_harness.journal import start_ticks
 from training_harness.layout import create_run, read_manifest, write_manifest
 
 HANG = Finding(
@@ -70,8 +70,11 @@ def sleepers(run):
         process.wait()
 
 
-def cancel(run, locus):
-    HangReports("cancel").report(run, "train", [replace(HANG, locus=locus)])
+def cancel(run, locus, *workers):
+    reports = HangReports("cancel")
+    for worker in workers:
+        reports.note_event({"kind": "worker-start", "pid": worker.pid, "start_ticks": start_ticks(worker.pid)})
+    reports.report(run, "train", [replace(HANG, locus=locus)])
     for thread in threading.enumerate():
         if thread.name == "cancel":
             thread.join()
@@ -86,11 +89,7 @@ def test_cancelling_ends_no_process_that_has_the_pid_of_one_on_another_host(run,
 
 def test_cancelling_ends_all_workers_since_several_may_stand_at_one_lock(run, sleepers):
     _, worker, bystander = sleepers
-    log = EventLog(
-        run.events_dir, replace(Identity.of_this_process(), pid=worker.pid, start_ticks=start_ticks(worker.pid))
-    )
-    log.append("worker-start", loader=0, epoch=0, worker=0, parent_pid=1)
-    cancel(run, Locus(host=socket.gethostname()))
+    cancel(run, Locus(host=socket.gethostname()), worker)
     assert worker.wait(timeout=30) == -signal.SIGKILL
     assert bystander.poll() is None
 
