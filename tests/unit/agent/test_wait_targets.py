@@ -18,7 +18,7 @@ from collector.stacks import AT_SHARED_LOCK, FULL_PIPE, ONE_ENDLESS
 from tests.conftest import wait_for
 
 PID = os.getpid()
-IN_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); print(flush=True); fcntl.flock(f, fcntl.LOCK_EX)"
+IN_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'a'); print(flush=True); fcntl.{}(f, fcntl.LOCK_EX)"
 
 PRINT = "print('x' * 1_000_000)"
 IN_FULL_PIPE = f"""import subprocess, sys
@@ -87,15 +87,18 @@ def test_the_standard_input_that_nobody_writes():
             asking.communicate("\n")
 
 
-def test_the_holder_of_a_file_lock(tmp_path):
+@pytest.mark.parametrize("kind", ["flock", "lockf"])
+def test_the_holder_of_a_file_lock(tmp_path, kind):
     path = tmp_path / "lock"
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with subprocess.Popen([sys.executable, "-c", IN_LOCK, path], stdout=subprocess.PIPE) as other:
+        lock = getattr(fcntl, kind)
+        lock(file, fcntl.LOCK_EX)
+        with subprocess.Popen([sys.executable, "-c", IN_LOCK.format(kind), path], stdout=subprocess.PIPE) as other:
             other.stdout.readline()
             shown = wait_for(lambda: wait_target("/proc", other.pid, other.pid), "a lock")
             assert shown == f"{path}, held by process {PID}"
-            fcntl.flock(file, fcntl.LOCK_UN)
+            assert own_wait("/proc", other.pid, other.pid) == "blocked on a file lock"
+            lock(file, fcntl.LOCK_UN)
 
 
 def test_a_thread_that_waits_for_no_descriptor_has_no_target(thread):
