@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -347,6 +348,8 @@ def _run(
     if outcome.run is not None and outcome.exit_status == discards:
         shutil.rmtree(outcome.run.path, ignore_errors=True)
     elif outcome.run is not None and outcome.is_stored:
+        # A scheduler may repeat the SIGTERM that ended the command. The next one within the card ends this process.
+        before = signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
         try:
             verdict = _judge_and_publish(outcome.run, outlets)
             show_card(outcome.run, verdict, home=home, to_stderr=True)
@@ -357,6 +360,7 @@ def _run(
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
             say(f"no verdict on {outcome.run.run_id} ({reason})")
+        signal.signal(signal.SIGTERM, before)
     _close(outlets)
     return outcome, verdict
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from collector.store import Run, read
 from tests.unit.test_imports import HEAVY
 
-#: Runs the command line; `at_import` is called as soon as the collector's loop is to be imported.
+#: Runs the command line; `at_import` is called as soon as this module is to be imported.
 MAIN = """
 import sys, time
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "collector.agent.loop":
+        if name == "{module}":
             at_import()
 
 sys.meta_path.insert(0, Finder)
@@ -33,9 +33,11 @@ TELL_PROGRAMS = """sys.addaudithook(
         lambda name, values: name == "subprocess.Popen" and print(Path(str(values[0])).name, flush=True))"""
 
 
-def start(tmp_path: Path, at_import: str, *command: str) -> subprocess.CompletedProcess[str]:
+def start(
+    tmp_path: Path, at_import: str, *command: str, module: str = "collector.agent.loop"
+) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TIDEGAUGE_")}
-    code = f"def at_import():\n    {at_import}\n{MAIN}"
+    code = f"def at_import():\n    {at_import}\n{MAIN.replace('{module}', module)}"
     words = [sys.executable, "-P", "-c", code, "run", "--home", str(tmp_path / "home"), "--", *command]
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
@@ -72,3 +74,10 @@ def test_command_keeps_its_exit_status_if_the_collector_cannot_be_loaded(tmp_pat
     done = start(tmp_path, "raise ImportError('damaged')", "sh", "-c", "echo trained; exit 3")
     assert (done.returncode, done.stdout) == (3, "trained\n")
     assert "the collector stopped (ImportError: damaged): the command and its journals go on" in done.stderr
+
+
+def test_card_appears_though_a_scheduler_repeats_its_sigterm(tmp_path):
+    repeat = "import os; os.kill(os.getpid(), 15)"
+    done = start(tmp_path, repeat, "sh", "-c", "kill -TERM $$", module="collector.diagnosis.verdict")
+    assert done.returncode == 143, done.stderr
+    assert "killed, signal 15 (SIGTERM)" in done.stderr
