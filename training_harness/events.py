@@ -360,6 +360,7 @@ EVENTS: dict[EventKind, Event] = {
         _COLLECTOR,
         "it begins to follow the run",
         Field("resumed", "bool", "true: the run had a collector before"),
+        Field("investigates", "bool", "true: by `--investigate`, it asks processes that leak for the lines"),
         _COMMAND_PID,
     ),
     "collector-stop": _event(

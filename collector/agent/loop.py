@@ -73,7 +73,12 @@ class Agent:
         identity = Identity.of_this_process()
         self.key = LocalProcess(identity.pid, identity.start_ticks)
         self._events = EventLog(run.events_dir, identity)
-        self._events.append("collector-start", resumed=resumed, command_pid=command.pid if command else None)
+        self._events.append(
+            "collector-start",
+            resumed=resumed,
+            investigates=outlets is not None and outlets.investigates,
+            command_pid=command.pid if command else None,
+        )
         self._problems = Problems(self._events)
         self._outlets = outlets
         self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None, clock_ns)

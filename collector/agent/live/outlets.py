@@ -57,6 +57,7 @@ class Outlets:
         lines: samples stacks.
         headroom: levels of the limits; the loop adds the samples of the host that it takes between two ticks.
         before_oom, trackers: as above.
+        investigates: a process that leaks is asked for its allocation sites.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Outlets:
         self._processes: dict[tuple[float | None, float | None], Sample] = {}
         self.counts: Counts | None = None
         self._alerts = Alerts(senders)
-        self._investigate = investigate
+        self.investigates = investigate
         self.lines = LineSampler(always=investigate)
         self._hangs = hangs or HangReports()
         self.before_oom = before_oom or BeforeOom()
@@ -101,7 +102,7 @@ class Outlets:
         if self._is_regular:
             self.counts = Counts(run)
         self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
-        self._investigator = Investigator(run) if self._investigate else None
+        self._investigator = Investigator(run) if self.investigates else None
         self.before_oom.begin(run, self._name)
         self._settings.begin(run)
         self.trackers.begin(run, self._name)

@@ -141,6 +141,12 @@ def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool) -> A
         return Advice(
             text=command, expected="it names the lines that allocate the memory that stays; 100 steps are slower"
         )
+    if any(event.get("investigates") for event in tables.events_of("collector-start")):
+        return Advice(
+            text="Run it for longer: it ended before `--investigate` had the trace of this process, which takes "
+            "100 steps after a verdict on the growth. Verdicts come after 30 s, then about every four minutes",
+            expected="the report names the lines that allocate the memory that stays",
+        )
     return Advice(
         text="Run it again for a minute or more with `tidegauge run --investigate -- COMMAND`",
         expected="the report names the lines that allocate the memory that stays",
