@@ -1,6 +1,10 @@
 """Series and findings in the real libraries of experiment trackers."""
 
 import gzip
+import os
+import pty
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -12,7 +16,7 @@ from collector.agent.live.trackers import Trackers, series
 from collector.findings import Finding, measurements
 from collector.store import Totals
 from collector.store.runs.run import Run
-from tests.conftest import tidegauge, wait_for
+from tests.conftest import REPOSITORY, bare_environment, tidegauge, wait_for
 from training_harness.layout import create_run
 
 GIB = 2**30
@@ -120,6 +124,31 @@ def test_wandb_keeps_a_run_without_a_network(run, tmp_path, monkeypatch, capfd):
     assert "nothing more goes to" not in said.err
 
 
+def test_wandb_without_a_key_does_not_ask_in_the_terminal_of_the_command(run, tmp_path):
+    pytest.importorskip("wandb")
+    program = (
+        "import sys; from pathlib import Path; from collector.agent.live.trackers import Trackers; "
+        "from collector.store.runs.run import Run; trackers = Trackers(['wandb']); "
+        "trackers.begin(Run(Path(sys.argv[1])), 'train'); trackers.close()"
+    )
+    terminal, inside = pty.openpty()
+    environment = {name: value for name, value in bare_environment().items() if not name.startswith("WANDB_")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, run.path],
+        cwd=REPOSITORY,
+        env={**environment, "HOME": str(tmp_path)},  # where no login is
+        stdin=inside,
+        stderr=inside,
+    ) as process:
+        os.close(inside)
+        shown = b""
+        while b"Enter your choice" not in shown and b"\n" not in shown:
+            shown += os.read(terminal, 1000)
+        process.kill()
+    os.close(terminal)
+    assert shown.decode().startswith("tidegauge: nothing more goes to wandb: UsageError: No API key configured")
+
+
 @pytest.mark.filterwarnings("ignore")  # of its own libraries
 def test_mlflow_joins_the_run_of_the_training(run, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
@@ -184,6 +213,17 @@ def test_opentelemetry_gets_gauges_and_log_records(run, monkeypatch, otlp_endpoi
     assert about["tidegauge.run"] == run.run_id
     [record] = ExportLogsServiceRequest.FromString(bodies["/v1/logs"]).resource_logs[0].scope_logs[0].log_records
     assert (record.severity_text, record.body.string_value) == ("WARN", LEAK.summary)
+
+
+def test_receiver_that_is_unreachable_is_one_line(run, monkeypatch, capfd):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
+    log_to(run, "otlp")
+    [address, problem] = capfd.readouterr().err.splitlines()
+    assert address == "tidegauge: otlp: http://127.0.0.1:9"
+    assert problem.startswith("tidegauge: opentelemetry: ")
+    assert "refused" in problem
 
 
 def test_library_that_fails_is_one_line(run, monkeypatch, capfd):

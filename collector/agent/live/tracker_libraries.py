@@ -50,6 +50,8 @@ class _Wandb(Tracker):
     def __init__(self, run: Run, name: str) -> None:
         self._wandb: Any = importlib.import_module("wandb")
         joined = os.environ.get("WANDB_RUN_ID")
+        # Without a key it would ask for one in the terminal, which belongs to the command.
+        self._wandb.setup(settings=self._wandb.Settings(silent=True))
         settings: dict[str, Any] = {"silent": True, "console": "off", "x_disable_stats": True}
         if joined and os.environ.get("WANDB_MODE", "online") == "online":
             settings |= {"mode": "shared", "x_primary": False, "x_label": _PREFIX}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import queue
 import sys
 import threading
@@ -21,7 +22,7 @@ from collector.agent.live.alerts import LastSent, new_findings
 from collector.agent.live.prometheus import View, by_role
 from collector.agent.live.tracker_libraries import LIBRARIES, Tracker
 from collector.agent.problems import say
-from collector.errors import TidegaugeError
+from collector.errors import TidegaugeError, one_line
 from collector.findings import Finding
 from collector.store import Edit, Run, annotate
 
@@ -47,6 +48,7 @@ class Trackers:
         self._channels: list[_Channel] = []
         self._last: tuple[float, View] | None = None
         self._last_sent: LastSent = {}
+        self._warnings = _FirstWarning()
 
     @property
     def is_wanted(self) -> bool:
@@ -55,6 +57,8 @@ class Trackers:
 
     def begin(self, run: Run, name: str) -> None:
         """Open the trackers for a run."""
+        if self.is_wanted:
+            logging.getLogger().addHandler(self._warnings)
         self._channels = [_Channel(tool, make, run, name) for tool, make in self._makers.items()]
 
     def tick(self, now_seconds: float, take_view: Callable[[], View | None]) -> None:
@@ -84,6 +88,7 @@ class Trackers:
         deadline = time.monotonic() + PATIENCE_SECONDS
         for channel in self._channels:
             channel.close(deadline)
+        logging.getLogger().removeHandler(self._warnings)
 
     def _put(self, call: _Call) -> None:
         for channel in self._channels:
@@ -99,6 +104,20 @@ def _maker(name: str) -> Callable[[Run, str], Tracker]:
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(f"{name} is not installed where Tidegauge runs: pip install {package}") from None
     return make
+
+
+class _FirstWarning(logging.Handler):
+    """Handler that writes the first warning of each library: one that cannot reach its server logs each attempt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._libraries: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        library = record.name.partition(".")[0]
+        if library not in self._libraries:
+            self._libraries.add(library)
+            say(f"{library}: {one_line(record.getMessage())}")
 
 
 class _Channel:
