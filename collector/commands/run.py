@@ -143,7 +143,8 @@ def run(
         os.environ[WORKERS_VARIABLE] = workers
     if run_id is not None:
         os.environ[RUN_ID_VARIABLE] = run_id
-    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+    attempts = os.environ.get(ATTEMPT_VARIABLE, "")
+    attempt = int(attempts) if attempts.isdecimal() else 0
     if restarts:
         os.environ[ATTEMPT_VARIABLE] = str(attempt)
         tags = {"attempt": str(attempt), **tags}

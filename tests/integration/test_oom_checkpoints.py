@@ -77,3 +77,9 @@ def test_healthy_training_is_left_alone(run_near_limit):
     done, saved, [run] = run_near_limit("plain-signal", 120, "--before-oom", "USR1", "--restart-on-oom", "1")
     assert (done.returncode, saved) == (0, []), done.stderr
     assert events_of(run, "before-oom") == []
+
+
+def test_variable_that_is_no_number_of_attempts_is_ignored(tmp_path, monkeypatch, under_tidegauge):
+    monkeypatch.setenv("TIDEGAUGE_ATTEMPT", "first")
+    done = under_tidegauge(tmp_path / "home", "run", "--home", tmp_path / "home", "--", "true")
+    assert done.returncode == 0, done.stderr
