@@ -8,6 +8,7 @@ most signals would end it otherwise.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,16 +39,18 @@ def parse_action(text: str) -> signal.Signals | str:
     """Return the signal that a text names (`USR1`, `SIGUSR1`), else the text as a shell command.
 
     Raises:
-        ValueError: no process can handle the signal, there is no such signal, or there is no command.
+        ValueError: no process can handle the signal, or there is no such signal or command.
     """
     name = "SIG" + text.strip().upper().removeprefix("SIG")
     if name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"no process can handle {name}; give a signal such as USR1, or a shell command")
     if name in signal.Signals.__members__:
         return signal.Signals[name]
-    if text.strip() == name:
-        raise ValueError(f"there is no signal {name}; give one such as USR1, or a shell command")
     command_sender(text)
+    if text.strip().isalnum() and shutil.which(text.strip()) is None:  # it would fail when it is needed
+        raise ValueError(
+            f"there is no signal or command {text.strip()}; give a signal such as USR1, or a shell command"
+        )
     return text
 
 

@@ -164,11 +164,12 @@ def test_signal_has_any_of_its_names(text):
     assert parse_action(text) is signal.SIGUSR1
 
 
-@pytest.mark.parametrize("text", ["KILL", "SIGSTOP", "SIGUSR9", "", "  "])
+@pytest.mark.parametrize("text", ["KILL", "SIGSTOP", "SIGUSR9", "usr3", "TREM", "10", "", "  "])
 def test_unusable_action_is_refused(text):
     with pytest.raises(ValueError, match="give"):
         parse_action(text)
 
 
 def test_other_text_is_a_command():
+    assert parse_action("true") == "true"
     assert parse_action("scancel --signal=USR1 $SLURM_JOB_ID").startswith("scancel")
