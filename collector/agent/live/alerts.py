@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import html
 import json
 import os
 import queue
@@ -190,9 +191,10 @@ def payload(alert: Alert, host: str) -> dict[str, Any]:
     https://docs.discord.com/developers/resources/webhook#execute-webhook.
     """
     finding = alert.finding
-    if host == "hooks.slack.com":
-        return {"text": f"*{alert.name}*: {finding.kind} ({finding.severity})\n{finding.summary}"}
-    if host in ("discord.com", "discordapp.com"):
+    if host in ("hooks.slack.com", "hooks.slack-gov.com"):
+        name, summary = (html.escape(text, quote=False) for text in (alert.name, finding.summary))
+        return {"text": f"*{name}*: {finding.kind} ({finding.severity})\n{summary}"}
+    if f".{host}".endswith((".discord.com", ".discordapp.com")):  # ptb and canary are Discord's test versions
         text = f"**{alert.name}**: {finding.kind} ({finding.severity})\n{finding.summary}"
         return {"content": text[:_DISCORD_CHARACTERS]}
     return {"schema": 1, "run": {"run_id": alert.run_id, "name": alert.name}, "finding": as_json(finding)}

@@ -48,8 +48,15 @@ def test_chats_get_a_text_and_others_the_finding():
     assert slack["text"].startswith("*train*: slow-worker (warning)\nWorker 1 is slow.")
     assert discord["content"].startswith("**train**: slow-worker (warning)\nWorker 1 is slow.")
     assert len(discord["content"]) == 2000, "Discord refuses longer ones"
+    assert "content" in payload(alert, "canary.discord.com")
+    assert "finding" in payload(alert, "notdiscord.com")
     other = payload(alert, "example.com")
     assert (other["run"], other["finding"]["kind"]) == ({"run_id": "r1", "name": "train"}, "slow-worker")
+
+
+def test_slack_shows_angle_brackets_as_they_are():
+    alert = Alert(run_id="r1", name="a&b", finding=dataclasses.replace(SLOW, summary="<lambda> waits."))
+    assert payload(alert, "hooks.slack.com")["text"] == "*a&amp;b*: slow-worker (warning)\n&lt;lambda&gt; waits."
 
 
 def test_an_empty_command_is_refused():
