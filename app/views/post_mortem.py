@@ -226,7 +226,7 @@ def _answer(moment: Moment) -> str:
 
 VIEW = View(
     name="post-mortem",
-    question="Did it die, which process, and of what?",
+    question="Did a process die, and why?",
     answer=_answer,
     rows=(
         (Panel("Exit record", _exit_record), Panel("Last 60 s", _happenings)),
