@@ -216,6 +216,8 @@ def _host_peak(moment: Moment) -> Metric:
     all_ranks = replace(moment.whole, rank=None)
     by_role = queries.memory_by_role(moment.snapshot, all_ranks, "pss_bytes", host).drop(columns="elapsed_seconds")
     peak, where = by_role.sum(axis=1, min_count=1).max(), "of the run" if host is None else f"on {host}"
+    held = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict and host is None else None
+    peak = max(peak, held) if is_known(peak) and is_known(held) else peak  # memory grows after the last reading
     # Above the limit it is no share of it: a group is not charged for pages that others have read before.
     has_share = is_known(peak) and capacity and peak <= capacity
     share = f", and its share of the {_limit_words(tightest)} ({size(capacity)})" if has_share else ""
@@ -233,12 +235,11 @@ def _gpu_peak(moment: Moment) -> Metric | None:
     ratio = table["reserved_peak_bytes"] / table["total_bytes"]
     place = int(ratio.fillna(-1).to_numpy().argmax())
     worst, name = table.iloc[place], devices.device_names(table, word="Device")[place]
-    share = worst["reserved_peak_bytes"] / worst["total_bytes"]
+    share, held = ratio.iloc[place], size(worst["reserved_peak_bytes"])
     return Metric(
         "GPU reserved peak",
-        percent(share) if is_known(share) else size(worst["reserved_peak_bytes"]),
-        f"{name}: {size(worst['reserved_peak_bytes'])} of {size(worst['total_bytes'])} "
-        "held by PyTorch's caching allocator, whole run",
+        f"{held} ({percent(share)})" if is_known(share) else held,
+        f"{name}: {held} of {size(worst['total_bytes'])} held by PyTorch's caching allocator, whole run",
     )
 
 

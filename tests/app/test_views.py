@@ -69,11 +69,20 @@ def test_overview_and_report_give_the_same_figures(monkeypatch, homes):
     assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
 
 
+def test_overview_and_report_give_the_same_peak_of_a_run_that_grew_after_the_last_reading(monkeypatch, tmp_path):
+    run = unpack("out-of-memory", tmp_path)
+    summary = diagnose(load_tables(Run(run))).summary
+    at = open_view(monkeypatch, tmp_path, "overview")
+    shown = {metric.label: metric.value for metric in at.metric}
+    assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
+
+
 def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, homes):
     rows = recorded("leak-to-the-end").streams["device_memory"]
     overview = open_view(monkeypatch, homes["cuda"], "overview")
     shown = {m.label: m.value for m in overview.metric}["GPU reserved peak"]
-    assert shown == percent(rows["reserved_bytes"].max() / (640 << 20))
+    held = rows["reserved_bytes"].max()
+    assert shown == f"{size(held)} ({percent(held / (640 << 20))})"
     at = open_view(monkeypatch, homes["cuda"], "oom_risk")
     gpu = figures(at)[0]
     assert trace_names(gpu) == ["reserved", "allocated", "used, all processes", "out of memory"]
