@@ -75,7 +75,7 @@ def show() -> None:
     chosen = _pick_runs(shown)
     if not shown:
         st.caption(":material/info: No run matches the search.")
-    _draw_actions(chosen, by_id)
+    _draw_actions(chosen, shown, by_id)
     history_command = command or next(
         iter(entry.command for entry in [*chosen, *shown] if entry.command.text), None
     )
@@ -263,10 +263,14 @@ def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
     return [shown[place] for place in places]
 
 
-def _draw_actions(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run]) -> None:
+def _draw_actions(
+    chosen: Sequence[report.ListEntry], shown: Sequence[report.ListEntry], by_id: Mapping[str, Run]
+) -> None:
     """Draw what can be done with the chosen runs."""
     if not chosen:
         st.caption(":material/info: Choose a run to open, name or delete it, or two to four to compare them.")
+        if any(entry.status == "ended" for entry in shown):
+            st.caption(f":material/info: A run with {MISSING} has no verdict yet; `tidegauge report RUN` makes it.")
         return
     newest, *others = sorted(chosen, key=lambda entry: -entry.started_seconds)
     is_editor = may_edit()
@@ -380,7 +384,10 @@ def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], 
     _draw_trends(history, theme_of(st.context.theme.type))
     st.subheader("Findings over the runs", anchor=False)
     findings = report.finding_histories(history, entries)
-    _draw_findings(findings)
+    if findings or any(entry.result for entry in entries):
+        _draw_findings(findings)
+    else:
+        draw(Note("No run of this command has a verdict yet."), key="no-verdicts")
     if findings and may_edit():
         _draw_ignoring(findings, by_id[entries[0].run_id])
 

@@ -73,6 +73,8 @@ def test_one_run_has_a_row_and_no_history_yet(monkeypatch, tmp_path):
     assert (row["Run"], row["Status"], row["Gravest finding"]) == ("healthy", "ended", "—")
     assert "four are needed" in texts(at)
     assert "0 of 1 run · " in texts(at)  # it has not ended well
+    assert "has no verdict yet; `tidegauge report RUN` makes it" in texts(at)
+    assert "needs attention" not in texts(at)
     assert not figures(at)
     assert at.selectbox[0].label == "Command"  # no controls of one run
 
