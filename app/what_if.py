@@ -86,9 +86,13 @@ def _predicted(
 
 
 def _begin(outlook: Forecast, *, is_first: bool) -> str:
-    """Return the initial setting as a sentence; it is recommended if nothing else has to change first."""
+    """Return the initial setting as a sentence.
+
+    It is recommended if it is faster with certainty and nothing else has to change first.
+    """
     if outlook.best is not None:
-        which = "recommended setting" if is_first else "best predicted setting"
+        is_recommended = is_first and outlook.best.low > outlook.measured.batches_per_second
+        which = "recommended setting" if is_recommended else "best predicted setting"
         return f"The sliders start at the {which}: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
     return f"No better setting was found: the sliders start at {start}."

@@ -160,6 +160,12 @@ def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, tmp_pat
     assert f"The sliders start at the recommended setting: {start}" in texts(at)
 
 
+def test_a_setting_that_may_be_slower_is_not_recommended(outlook):
+    assert "at the recommended setting" in _begin(outlook, is_first=True)
+    unsure = replace(outlook, best=replace(outlook.best, low=outlook.measured.batches_per_second * 0.9))
+    assert "at the best predicted setting" in _begin(unsure, is_first=True)
+
+
 def test_sliders_start_at_the_current_setting_without_a_better_one(outlook):
     assert "sliders start at the setting of this run" in _begin(replace(outlook, best=None), is_first=True)
 
