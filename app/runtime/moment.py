@@ -101,6 +101,15 @@ class Moment:
         """True if the verdict says that the run goes on."""
         return self.verdict is not None and self.verdict.status == "running"
 
+    def unjudged(self, *names: str) -> str:
+        """Return a sentence, after a blank, on those of these checks that could not be made; else empty.
+
+        What a run does not have, such as workers, needs no check.
+        """
+        checks = [check for check in (self.verdict.checks if self.verdict else ()) if check.name in names]
+        _, words = report.check_words([check for check in checks if not check.reason.startswith("no ")])
+        return f" {words}" if words else ""
+
     def zoomed(self, read: Callable[[Span], pd.DataFrame]) -> pd.DataFrame:
         """Return a table of what charts show: of the time that they zoom to, unless it has no row there."""
         if self.focus is None:

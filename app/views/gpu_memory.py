@@ -114,7 +114,7 @@ def _answer(moment: Moment) -> str:
             at_peak = parts.drop(columns="elapsed_seconds").iloc[place].astype(float)
             largest = f"{size(at_peak.max())} of the {size(totals.iloc[place])} in use on {gpu.name}"
             fullest = f"At the peak, {largest} {devices.PART_WORDS[str(at_peak.idxmax())]}."
-    return answer(moment.findings, f"No problem found. {fullest}")
+    return answer(moment.findings, f"No problem found. {fullest}{moment.unjudged('GPU memory')}")
 
 
 VIEW = View(

@@ -120,10 +120,15 @@ def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
     return [str(name) for name in slopes.sort_values(ascending=False, kind="stable").index[:MAX_LINES]]
 
 
+def _answer(moment: Moment) -> str:
+    unjudged = moment.unjudged("training process's memory", "workers' memory", "GPU memory")
+    return answer(moment.findings, NOTHING + unjudged)
+
+
 VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
-    answer=lambda moment: answer(moment.findings, NOTHING),
+    answer=_answer,
     own_first=True,
     rows=(
         (FINDINGS,),

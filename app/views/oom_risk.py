@@ -177,7 +177,7 @@ def _answer(moment: Moment) -> str:
         ratio, nearest = max(ratios, key=lambda pair: pair[0])
         capacity = f"{number(nearest.capacity)} files" if nearest.is_count else size(nearest.capacity)
         nothing += f" Nearest: {nearest.name}, {percent(ratio)} of {capacity} at the peak."
-    return answer(moment.findings, nothing)
+    return answer(moment.findings, nothing + moment.unjudged("host memory", "/dev/shm", "open files", "GPU memory"))
 
 
 def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:

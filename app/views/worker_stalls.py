@@ -37,7 +37,7 @@ def answer_in_words(moment: Moment) -> str:
         return answer(chosen, NOTHING if moment.has_loader else NO_LOADER)
     waiting = f"Training waits {percent(recent_loop.seen.wait_ratio)} of its time over {_batches(recent_loop)}"
     if recent_loop.seen.wait_ratio < HEALTHY_WAIT_RATIO:
-        return answer(chosen, f"{NOTHING} {waiting}.")
+        return answer(chosen, f"{NOTHING} {waiting}.{moment.unjudged('data loading')}")
     return answer(chosen, f"{waiting}{_why(recent_loop, chosen)}.")
 
 

@@ -80,6 +80,21 @@ def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, ho
     assert "— for fewer than 12" in texts(at)
 
 
+@pytest.mark.parametrize(
+    ("page", "begin", "unjudged"),
+    [
+        ("leak_timeline", "No leak has been found.", "training process's memory (9 of the 12 samples needed)"),
+        ("oom_risk", "No limit is forecast to be met.", "host memory, open files, /dev/shm (9 of the 12 samples"),
+    ],
+)
+def test_a_page_that_found_nothing_says_what_it_could_not_judge(monkeypatch, tmp_path, page, begin, unjudged):
+    unpack("diabetes", tmp_path)
+    shown = texts(open_view(monkeypatch, tmp_path, page)).splitlines()
+    (answer,) = (line for line in shown if begin in line)
+    assert f"Not judged: {unjudged}" in answer
+    assert "workers' memory" not in answer  # the run has no workers
+
+
 def test_limit_that_the_kernel_enforced_is_met(monkeypatch, tmp_path):
     unpack("oom-main", tmp_path)
     limits = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit")["Limit met"]
