@@ -157,6 +157,7 @@ LABELS = {
     "requested_bytes": "size of the request",
     "free_bytes": "free memory",
     "allocated_since_step_bytes": "memory taken by tensors since the last step",
+    "usual_step_bytes": "most that tensors took in a step before",
     "batches_since_step_count": "batches since the last step",
     "batches_of_a_step_peak_count": "most batches of a step",
     # Ends of processes

@@ -25,6 +25,8 @@ from training_harness.records import UNIT_OPTIMIZER
 _MESSAGE_CHARACTERS = 500
 #: Smallest gain of an advice worth giving, as a share of the limit.
 _LEAST_GAIN_RATIO = 0.01
+#: A step that takes this many times what any before it took is unusual; where sizes vary, many are the largest yet.
+_UNUSUAL_RATIO = 2.0
 #: Memory of others that is named if it is as large as the request -> who holds it.
 _OTHERS = {"run_processes_bytes": "The run's other processes", "other_processes_bytes": "Processes outside the run"}
 #: Advice; `{room}` is the memory that becomes usable.
@@ -62,6 +64,11 @@ _BOUND_STEPS = Advice(
     "more and more memory until the error, and gave it back",
     expected="the {room} by which a step's peak grew become free",
     effect="changes results",
+)
+_USUAL_STEP = Advice(
+    text="Find what this step took: far more than any before it, from a batch that was no larger. Usual: a "
+    "sequence that the step makes itself, a second model, a branch that is seldom taken",
+    expected="the {room} that it took beyond them become free",
 )
 _DISTRIBUTE = Advice(
     text="Use DistributedDataParallel: DataParallel gathers the outputs on this device, and their loss is computed "
@@ -168,8 +175,19 @@ class _Scene:
         """
         count, most = self.batch_counts
         if most == 0:
-            return self.in_evaluation and self.taken_bytes > self.usual_bytes
+            return count > 0 and self.in_evaluation and self.taken_bytes > self.usual_bytes
         return count > most
+
+    @property
+    def is_unusual_step(self) -> bool:
+        """True if this step took far more than any before it, and not for its batches or its optimizer.
+
+        The first step shows less than is usual: the optimizer's state is made at its end, and stays.
+        """
+        (last, before), steps = self.batch_bytes, whole(self.error.event.get("step")) or 0
+        is_explained = last > before or self.holds_batches or self.in_optimizer or self.in_evaluation
+        is_larger = self.taken_bytes > _UNUSUAL_RATIO * self.usual_bytes
+        return steps > 1 and is_larger and not is_explained and self.step_growth is None
 
     @property
     def unallocated_bytes(self) -> float:
@@ -238,7 +256,9 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         level, top = (before.column(name)[-1] for name in ("allocated_bytes", "allocated_peak_bytes"))
     taken = figures.get("allocated_bytes", math.nan) - level
     in_steps = payload[floats(batches, "time_ns") <= steps_ns[-1]] if len(steps_ns) else payload[:0]
-    larger = max(1.0, float(payload[-1]) / peak(in_steps)) if len(in_steps) and peak(in_steps) > 0 else math.nan
+    larger = 1.0 if batches.empty else math.nan
+    if len(in_steps) and peak(in_steps) > 0:
+        larger = max(1.0, float(payload[-1]) / peak(in_steps))
     phases = [each for each in tables.events_of("phase", by=key) if each["time_ns"] <= at_ns]
     return _Scene(
         error=error,
@@ -311,6 +331,9 @@ def _summary(scene: _Scene, process: str) -> str:
         text += (
             f". At the peak tensors took {here} here, and at most {elsewhere} on the other devices of DataParallel"
         )
+    if scene.is_unusual_step:
+        text += f". Since the last step, tensors took {size(scene.taken_bytes)}"
+        text += f"; no step before took more than {size(scene.usual_bytes)}"
     if scene.step_growth is not None:
         text += f". The peak of a step had grown by {size(scene.step_growth.rise)}"
     if error.event.get("thread"):
@@ -335,6 +358,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
         ("device_allocated_peak_bytes", scene.device_peaks[0], "run"),
         ("other_devices_allocated_peak_bytes", scene.device_peaks[1], "run"),
         ("allocated_since_step_bytes", scene.taken_bytes, "since the last step"),
+        ("usual_step_bytes", scene.usual_bytes if scene.is_unusual_step else math.nan, "run"),
         ("loaded_state_bytes", scene.loaded_state_bytes or math.nan, "at the error"),
     )
     evidence = [fact(name, value, window) for name, value, window in figures if math.isfinite(value)]
@@ -378,6 +402,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     growth_gain = math.inf if rise >= scene.of("allocated_bytes") / 2 else rise
     step_rise = math.nan if scene.step_growth is None else scene.step_growth.rise
     steps_grew = scene.step_growth is not None and not (last > before or holds_batches or scene.in_optimizer)
+    beyond_usual = scene.taken_bytes - scene.usual_bytes
     here, elsewhere = scene.device_peaks
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     own = scene.of("reserved_bytes") + float(np.nan_to_num(scene.of("outside_pytorch_bytes")))
@@ -398,6 +423,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_END_OTHERS, "outside", others >= request, others, others),
         (_BOUND_BATCHES, "your code", last > before, float(np.fmax(last - before, excess)), before),
         (_BOUND_STEPS, "your code", steps_grew, step_rise, step_rise),
+        (_USUAL_STEP, "your code", scene.is_unusual_step and not in_handler, beyond_usual, beyond_usual),
         (_DISTRIBUTE, "your code", here > elsewhere, here - elsewhere, here - elsewhere),
         (_RELEASE_BATCHES, "your code", holds_batches, more_batches, more_batches),
         (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),

@@ -155,6 +155,26 @@ def test_long_batch_of_few_bytes_is_named_by_what_its_step_took():
     assert post_mortem(longest)[1].startswith("Bound the size of a batch")
 
 
+def test_step_that_takes_more_than_any_before_is_named_if_no_batch_explains_it():
+    """Its recorded steps took ever more; without that growth, only the last one is larger."""
+    run = recorded("out-of-memory")
+    rows = run.streams["device_memory"]
+    level, usual = rows["allocated_bytes"].iloc[5], 4 * MIB
+    is_step = rows["step"] < error_of(run)["step"]
+    even = with_allocator(
+        run,
+        allocated_bytes=np.where(is_step, level, rows["allocated_bytes"]),
+        allocated_peak_bytes=np.where(is_step, level + usual, rows["allocated_peak_bytes"]),
+    )
+    found, advice = post_mortem(even)
+    assert advice.startswith("Find what this step took")
+    figures = {evidence.name: evidence.value for evidence in found.evidence}
+    assert figures["usual_step_bytes"] == usual < figures["allocated_since_step_bytes"]
+    assert "no step before took more than 4 MiB" in found.summary
+    _, advice = post_mortem(with_changed_event(even, "cuda-oom", allocated_bytes=int(level + usual), message=None))
+    assert "Find what this step took" not in advice
+
+
 def test_batches_without_a_step_hold_memory():
     """An evaluation, or gradient accumulation, that keeps what each batch took."""
     run = only_rows(recorded("out-of-memory"), "step", lambda rows: rows["step"] < 6)
