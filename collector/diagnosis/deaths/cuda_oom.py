@@ -388,8 +388,8 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
 def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     """Return the advice that the figures support, by gain in bytes, and where the first cause lies.
 
-    Growth that made most of the tensors comes first: it fills whatever another advice gains. A smaller step always
-    helps, and comes last; before the first step it may be the model that is too large.
+    Growth that made most of what the allocator holds comes first: it fills whatever another advice gains. A smaller
+    step always helps, and comes last; before the first step it may be the model that is too large.
     """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
@@ -399,7 +399,8 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     more_batches = scene.taken_bytes * (1 - most / max(count, 1))
     holds_batches = scene.holds_batches and math.isfinite(scene.taken_bytes)
     rise = math.nan if scene.growth is None else scene.growth.rise
-    growth_gain = math.inf if rise >= scene.of("allocated_bytes") / 2 else rise
+    held = np.fmax(scene.of("reserved_bytes"), scene.of("allocated_bytes"))
+    growth_gain = math.inf if rise >= held / 2 else rise
     step_rise = math.nan if scene.step_growth is None else scene.step_growth.rise
     steps_grew = scene.step_growth is not None and not (last > before or holds_batches or scene.in_optimizer)
     beyond_usual = scene.taken_bytes - scene.usual_bytes

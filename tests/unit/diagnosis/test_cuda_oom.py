@@ -125,6 +125,15 @@ def test_growth_that_would_fill_a_larger_share_is_advised_on_first():
     assert found.fault == "your code"
 
 
+def test_unused_memory_that_is_larger_than_the_growth_is_advised_on_first():
+    run = recorded("leak-to-the-end")
+    error = error_of(run)
+    unused = 2 * error["allocated_bytes"]
+    fragmented = with_changed_event(run, "cuda-oom", reserved_bytes=error["allocated_bytes"] + unused, message=None)
+    _, advice = post_mortem(fragmented)
+    assert [each.split()[0] for each in advice.split(" | ")][:2] == ["Set", "See"]
+
+
 def test_other_processes_are_blamed_only_if_they_hold_enough():
     run = recorded("another-job")
     for asked, is_enough in ((OTHER_JOB, True), (OTHER_JOB + 1, False)):
