@@ -216,8 +216,9 @@ def _host_peak(moment: Moment) -> Metric:
     all_ranks = replace(moment.whole, rank=None)
     by_role = queries.memory_by_role(moment.snapshot, all_ranks, "pss_bytes", host).drop(columns="elapsed_seconds")
     peak, where = by_role.sum(axis=1, min_count=1).max(), "of the run" if host is None else f"on {host}"
-    held = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict and host is None else None
-    peak = max(peak, held) if is_known(peak) and is_known(held) else peak  # memory grows after the last reading
+    judged = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict and host is None else None
+    if judged is not None and not peak >= judged:
+        peak = judged  # memory grew after the last reading
     # Above the limit it is no share of it: a group is not charged for pages that others have read before.
     has_share = is_known(peak) and capacity and peak <= capacity
     share = f", and its share of the {_limit_words(tightest)} ({size(capacity)})" if has_share else ""
