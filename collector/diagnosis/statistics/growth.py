@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -224,8 +223,7 @@ def _pairs(count: int) -> tuple[npt.NDArray[np.intp], ...]:
 def lower_envelope(times: Floats, values: Floats, blocks: int) -> tuple[Floats, Floats]:
     """Return the mean time of each of `blocks` blocks, and its low level (10 % quantile)."""
     edges = np.linspace(0, len(times), blocks + 1).astype(int)
-    middle = np.array([times[a:b].mean() for a, b in itertools.pairwise(edges)])
-    return middle, _lows(values, edges)
+    return np.add.reduceat(times, edges[:-1]) / np.diff(edges), _lows(values, edges)
 
 
 def _lows(values: Floats, edges: npt.NDArray[np.intp]) -> Floats:
