@@ -14,7 +14,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
 
@@ -32,6 +33,14 @@ EVERY_SECONDS = 10.0
 QUEUE_SIZE = 100
 #: Seconds that the end of a run waits for the trackers.
 PATIENCE_SECONDS = 60.0
+
+#: Column of a sample of the host -> name of its series.
+_HOST_COLUMNS = {
+    "memory_available_bytes": "memory_available_bytes",
+    "cgroup_anon_bytes": "cgroup_anonymous_bytes",
+    "cgroup_limit_bytes": "cgroup_limit_bytes",
+    "shm_used_bytes": "shm_used_bytes",
+}
 
 _Call = Callable[[Tracker], None]
 
@@ -174,34 +183,21 @@ def series(view: View, before: View, seconds: float) -> tuple[int, dict[str, flo
     return steps, values
 
 
-def _memory(view: View) -> Iterable[tuple[str, float]]:
-    pss_bytes: dict[str, float] = {}
+def _memory(view: View) -> Iterator[tuple[str, float]]:
+    pss_bytes: Counter[str] = Counter()
     for (_, role, _), total in by_role(view.samples.get("process", ())).items():
         if role in ("main", "worker") and "pss_bytes" in total:
-            pss_bytes[str(role)] = pss_bytes.get(str(role), 0.0) + total["pss_bytes"]
-    yield from ((f"memory/{role}_bytes", value) for role, value in pss_bytes.items())
-    yield from _columns(view.samples.get("host", ()), "host/{}", _HOST_COLUMNS)
+            pss_bytes[f"memory/{role}_bytes"] += total["pss_bytes"]
+    yield from ((name, float(value)) for name, value in pss_bytes.items())
+    # Where the series are, a sample, and its columns with their names as series.
+    parts: list[tuple[str, Mapping[str, float | None], Mapping[str, str]]] = []
+    parts += [("host/", sample, _HOST_COLUMNS) for sample in view.samples.get("host", ())]
     for sample in view.samples.get("device", ()):
-        yield from _columns([sample], f"gpu{sample['device']:.0f}/{{}}", {"used_bytes": "used_bytes"})
+        parts.append((f"gpu{sample['device']:.0f}/", sample, {"used_bytes": "used_bytes"}))
     for (_, rank, device), newest in (view.totals.allocator if view.totals else {}).items():
         place = f"gpu{device}/" if rank is None else f"gpu{device}/rank{rank}_"
-        columns = {"allocated_bytes": "allocated_bytes", "reserved_bytes": "reserved_bytes"}
-        yield from _columns([newest], place + "{}", columns)
-
-
-#: Column of a sample of the host -> name of its series.
-_HOST_COLUMNS = {
-    "memory_available_bytes": "memory_available_bytes",
-    "cgroup_anon_bytes": "cgroup_anonymous_bytes",
-    "cgroup_limit_bytes": "cgroup_limit_bytes",
-    "shm_used_bytes": "shm_used_bytes",
-}
-
-
-def _columns(
-    samples: Sequence[Mapping[str, float | None]], form: str, columns: Mapping[str, str]
-) -> Iterable[tuple[str, float]]:
-    for sample in samples:
+        parts.append((place, newest, {name: name for name in ("allocated_bytes", "reserved_bytes")}))
+    for place, sample, columns in parts:
         for column, name in columns.items():
             if (value := sample.get(column)) is not None:
-                yield form.format(name), float(value)
+                yield f"{place}{name}", float(value)
