@@ -3,7 +3,7 @@
 Two kinds are recognised: what stands behind a name such as `password=`, and keys whose own form gives them away. A
 secret without a name and without a known form cannot be recognised. The forms are those that the services document:
 GitHub (about authentication, token formats), Hugging Face, OpenAI, Slack, GitLab, AWS (unique identifiers), Google,
-JSON Web Tokens (RFC 7519) and PEM (RFC 7468).
+npm, PyPI, Databricks, NVIDIA, Groq, JSON Web Tokens (RFC 7519) and PEM (RFC 7468).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
-_SECRET_NAME = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
+#: Names of options; "max-tokens" and "tokenizer" are none of a secret.
+_SECRET_NAME = re.compile(r"token(?!s|i[sz])|secret|passw|credential|(?:api|access|private)[-_]?key", re.IGNORECASE)
 #: User and password in a URL.
 _URL_CREDENTIALS = re.compile(r"://[^/\s@]+@")
 #: Values in the query of a URL that sign it or give access.
@@ -24,7 +25,7 @@ _URL_QUERY = re.compile(
 #: A name, and behind `=`, `:` or `=>` its value, in quotes or up to the next blank, comma or bracket. A "token" is
 #: also a part of a text, so that word alone is no such name.
 _NAMED_VALUE = re.compile(
-    r"(?P<name>(?:passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[-_]?key(?:[-_]?id)?|secret"
+    r"(?P<name>(?:passw(?:or)?d|passphrase|credentials?|(?:api|access|account|private|secret)[-_]?key(?:[-_]?id)?|secret"
     r"|(?:auth|access|api|refresh|bearer|session|security|hf|hub|github|gitlab|wandb|slack|bot)[-_]?token)"
     r"[\"']?\s{0,3}(?:=>|[=:])\s{0,3})"
     r"(?P<value>\"[^\"\n]{1,2000}\"|'[^'\n]{1,2000}'|[^\s\"',;&)\]}]{4,2000})",
@@ -32,9 +33,17 @@ _NAMED_VALUE = re.compile(
 )
 #: A long value with letters and digits behind the word "token".
 _TOKEN = re.compile(r"(\btoken[\"']?\s{0,3}[=:]\s{0,3}[\"']?)(?=[\w.-]{0,200}\d)[\w.-]{16,2000}", re.IGNORECASE)
+#: The same as an option of a command line, whose value is the next word, in quotes where a list of words is shown.
+_OPTION_VALUE = re.compile(
+    rf"(?P<name>(?<![\w-])--?[\w-]{{0,40}}(?:{_SECRET_NAME.pattern})[\w-]{{0,40}}[\"']?[,\s]\s{{0,3}})"
+    r"(?P<value>\"[^\"\n]{1,2000}\"|'[^'\n]{1,2000}'|(?=[^\s-]{0,200}\d)[^\s\"',;&)\]}-][^\s\"',;&)\]}]{3,2000})",
+    re.IGNORECASE,
+)
+_COOKIE = re.compile(r"\b(Cookie[\"']?\s{0,3}[:=]\s{0,3}[\"']?)[\w.-]{1,200}=[^\s\"']{4,2000}", re.IGNORECASE)
 _AUTHORIZATION = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,2000}", re.IGNORECASE)
 _KEY_FORMS = re.compile(
     r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{16,}|xox[abpors]-[\w-]{10,}"
+    r"|npm_\w{30,}|pypi-[\w-]{30,}|dapi[0-9a-f]{32}|nvapi-[\w-]{30,}|gsk_\w{30,}|ya29\.[\w-]{20,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
 )
 _PRIVATE_KEY = re.compile(
@@ -48,6 +57,8 @@ def redact_text(text: str) -> str:
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
     text = _KEY_FORMS.sub(HIDDEN, text)
+    text = _COOKIE.sub(rf"\1{HIDDEN}", text)
+    text = _OPTION_VALUE.sub(rf"\g<name>{HIDDEN}", text)
     text = _URL_QUERY.sub(rf"\1{HIDDEN}", text)
     text = _TOKEN.sub(rf"\1{HIDDEN}", text)
     return _NAMED_VALUE.sub(rf"\g<name>{HIDDEN}", text)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from training_harness.journal import EventLog, Identity
-from training_harness.redaction import redact, redact_text
+from training_harness.redaction import redact, redact_text, redact_values
 
 KEY = "A1b2" * 10
 
@@ -26,6 +26,11 @@ SECRETS = {
         "key -----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY----- bad",
         "MIIEow",
     ),
+    "Azure": ("AccountName=a;AccountKey=abcd1234efgh5678==;EndpointSuffix=x", "abcd1234efgh"),
+    "npm": (f"401 for npm_{KEY}", KEY),
+    "cookie": (f"headers {{'Cookie': 'session={KEY}'}}", KEY),
+    "command that failed": ("Command '['mysql', '--password', 'hunter2x', '-e']' returned 1", "hunter2x"),
+    "option": ("run --hf-token q1w2e3r4 --lr 0.1", "q1w2e3r4"),
     "private key cut off": ("-----BEGIN PRIVATE KEY-----\nMIIEow", "MIIEow"),
 }
 
@@ -47,6 +52,8 @@ def test_a_secret_is_hidden_and_the_words_before_it_stay(place):
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x4 and 5x1)",
         'File "/home/me/secret_project/train.py", line 3, in <module>',
         "KeyError: 'password'",
+        "Command '['train.py', '--tokenizer', 'bert-base-2', '--max-tokens', '4096']' returned 1",
+        "give --api-key before the first request",
         "commit 5a4fcf1d0c4c4f0d8b1f8f3f6b8a5a0a1b2c3d4e",
         "DataLoader worker (pid 4711) is killed by signal: Killed.",
     ],
@@ -56,13 +63,19 @@ def test_an_ordinary_message_stays_as_it_is(text):
 
 
 def test_a_long_hostile_message_is_redacted_in_linear_time():
-    text = "password" * 20_000 + "=" * 20_000 + "token: " * 20_000
+    text = "password" * 20_000 + "=" * 20_000 + "token: " * 20_000 + "--token" * 20_000 + "Cookie: " * 20_000
     assert len(redact_text(text)) > 100_000
 
 
 def test_words_of_a_command_line_are_hidden_behind_their_options_and_by_their_form():
     command = ["train.py", "--hf-token", "abc", "--password=x", f"ghp_{KEY}", "--lr", "0.1"]
     assert redact(command) == ["train.py", "--hf-token", "***", "--password=***", "***", "--lr", "0.1"]
+
+
+def test_tokens_of_a_language_model_are_no_secrets():
+    command = ["train.py", "--tokenizer", "bert", "--max-tokens=512", "--num_tokens", "8"]
+    assert redact(command) == command
+    assert redact_values({"max_tokens": 512, "tokenizer": "bert"}) == {"max_tokens": 512, "tokenizer": "bert"}
 
 
 def test_no_event_stores_a_secret_however_deep_it_lies(tmp_path):
