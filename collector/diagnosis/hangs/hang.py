@@ -60,7 +60,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
-from collector.diagnosis.run.processes import last_step, sentence
+from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import SEVERITIES, Advice, Finding, Severity, extended, fact
 from collector.flight_recorder import Standstill, ranks_words
@@ -87,6 +87,10 @@ _ONE_SHAPE = Advice(
     text="Run with TORCH_DISTRIBUTED_DEBUG=DETAIL: an error names calls that differ in the collective or the shape "
     "of its tensor. If none does, look at the network between the ranks",
     expected="an error in place of the hang",
+)
+#: Advice on a rank that others wait for in a collective after it has ended.
+_FIX_END = Advice(
+    text="Find out first what ended that rank: its own finding, its log, `dmesg`", expected="the others do not hang"
 )
 _MOST_PLACES = 4  # ranks whose lines a sentence names
 
@@ -257,7 +261,8 @@ def _finding(
     series: Series,
 ) -> Finding:
     silence, others_count = silent[main], len(silent) - 1
-    waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
+    ended = _ended_ranks(life, culprit, series[-1]["time_ns"]) if culprit.is_in_collective else []
+    waits = COLLECTIVE if (others_count or ended) and culprit.is_in_collective else culprit.waits
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
     transfer = culprit.transfer(budget_seconds)
@@ -289,6 +294,10 @@ def _finding(
     found = catalogue.with_remedy(found, waits, life, culprit)
     if culprit.is_unread:
         found = extended(found, f"Its line is unknown: {culprit.error}.")
+    if ended:
+        found = extended(
+            found, f"{sentence(ended[0])} had ended by then, and enters no collective.", advice=(_FIX_END,)
+        )
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
         found = extended(found, uneven.sentence, *uneven.evidence, advice=(uneven.advice,), fault="your code")
@@ -320,6 +329,17 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
     when = f"{duration(before_seconds)} before the last step" if before_seconds > 0 else "after the last step"
     raised = raised_in(ended[-1], process.key)
     return catalogue.of_lost_thread(hang, f"{raised.kind}{raised.site}: {raised.lines[0]}", when)
+
+
+def _ended_ranks(life: Lifecycle, process: Process, until_ns: float) -> list[str]:
+    """Return the names of the other ranks of a training that ended before a dump of stacks."""
+    found = []
+    for key in life.mains:
+        rank, samples = rank_of(life.tables, key), sampled(life.tables, key)
+        is_other = None not in (rank, process.locus.rank) and rank != process.locus.rank
+        if is_other and (floats(samples, "time_ns")[floats(samples, "alive") == 0] <= until_ns).any():
+            found.append(life.name(key))
+    return found
 
 
 def _lost_processes(
