@@ -16,8 +16,8 @@ BYTES, BYTES_PER_STEP, RATIO = "bytes", "bytes/step", "ratio"
 BASELINE = "baseline"
 _UNIT_WORDS = {BYTES: "bytes", BYTES_PER_STEP: "bytes per step", RATIO: "percent"}
 _PREFIXES = "KMGT"
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?(?:([{_PREFIXES}])(i?))?B?", re.IGNORECASE)
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
+_SIZE = re.compile(rf"(\d{{1,18}}(?:\.\d{{1,18}})?) ?(?:([{_PREFIXES}])(i?))?B?", re.IGNORECASE)
+_PERCENT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?%")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ def test_values_have_units(name, text, limit):
     [
         ({"max_peak": 3}, 'max_peak is 3; give it in bytes, as in "2 GiB"'),
         ({"max_peak": "3"}, "give it in bytes"),
+        ({"max_peak": "9" * 400 + " GiB"}, "give it in bytes"),
+        ({"max_data_wait": "9" * 400 + " %"}, "give it in percent"),
         ({"max_peak": "3 B/step"}, "give it in bytes"),
         ({"max_growth": "3 MiB/s"}, 'give it in bytes per step, as in "0 B/step"'),
         ({"max_growth": "-3 B/step"}, 'as in "0 B/step"'),
