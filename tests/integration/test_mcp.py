@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.recorded_runs import unpack
+from training_harness.records import STREAMS
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +62,24 @@ def test_series_is_a_column_over_time_for_each_process(ask):
     )
 
 
+def test_every_stream_has_series(ask):
+    for stream in STREAMS.values():
+        column = next(one.name for one in stream.columns[1:] if one.name not in ("device", "loader"))
+        text, is_error = ask("series", run="latest", stream=stream.name, column=column, points=2)
+        assert not is_error, text
+        assert text.startswith("seconds,pid,")
+    text, _ = ask("series", run="latest", stream="fetch", column="getitem_ns", points=2)
+    assert len({row["loader"] for row in csv.DictReader(io.StringIO(text))}) == 1
+
+
 @pytest.mark.parametrize(
     ("tool", "arguments", "said"),
     [
         ("report", {"run": "nosuch"}, "nosuch"),
+        ("findings", {"kind": "leak"}, "no kind 'leak'; there are gpu-oom-risk"),
         ("series", {"run": "latest", "stream": "nosuch", "column": "x"}, "no stream 'nosuch'"),
-        ("series", {"run": "latest", "stream": "process", "column": "x; DROP"}, "process has no column"),
+        ("series", {"run": "latest", "stream": "stage", "column": "stage"}, "stage has no column of numbers"),
+        ("series", {"run": "latest", "stream": "process", "column": "x; DROP"}, "process has no column of numbers"),
     ],
 )
 def test_wrong_question_gets_an_error_that_says_what_is_wrong(ask, tool, arguments, said):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ import click
 from collector.commands.options import home_option
 from collector.commands.report import as_report, card_text, judge
 from collector.errors import TidegaugeError
-from training_harness.records import STREAMS
+from collector.findings import KINDS
+from training_harness.records import NAME, STREAMS
 
 if TYPE_CHECKING:
     from collector.store import Run
@@ -38,11 +40,13 @@ def mcp(home: Path) -> None:
     try:
         library: Any = importlib.import_module("mcp.server.mcpserver")
         error: type[Exception] = importlib.import_module("mcp.server.mcpserver.exceptions").ToolError
+        reads_only = importlib.import_module("mcp.types").ToolAnnotations(read_only_hint=True)
     except ImportError:
         raise TidegaugeError("the server needs the package mcp: pip install 'tidegauge[mcp]'") from None
     serving = library.MCPServer("tidegauge", instructions=_INSTRUCTIONS)
     for tool in Tools(home).all():
-        serving.tool()(_reporting(tool, error))
+        words = inspect.getdoc(tool)
+        serving.tool(description=words, annotations=reads_only)(_reporting(tool, error))
     serving.run("stdio")
 
 
@@ -92,6 +96,8 @@ class Tools:
 
     def findings(self, run: str = _LATEST, kind: str | None = None) -> str:
         """Return the findings of a run as JSON, those of one kind or all, with every measurement and advice."""
+        if kind is not None and kind not in KINDS:
+            raise TidegaugeError(f"no kind {kind!r}; there are {', '.join(KINDS)}")
         found = self._find(run)
         body = as_report(found, judge(found))["findings"]
         return json.dumps([finding for finding in body if kind in (None, finding["kind"])])
@@ -99,27 +105,31 @@ class Tools:
     def series(self, run: str, stream: str, column: str, points: int = 60) -> str:
         """Return a recorded column over time as CSV: seconds from the start, pid, mean, maximum.
 
+        Where they are recorded, device and loader come after the pid.
         The time is cut into `points` parts. Streams and columns are those of docs/streams.md, such as
         `process.pss_bytes`, `host.memory_available_bytes`, `step.duration_ns`, `device_memory.allocated_bytes`.
         """
         from collector.store import queries, read
 
-        columns = [one.name for one in STREAMS[stream].columns] if stream in STREAMS else None
-        if columns is None:
+        if stream not in STREAMS:
             raise TidegaugeError(f"no stream {stream!r}; there are {', '.join(STREAMS)}")
+        columns = [one.name for one in STREAMS[stream].columns if one.code != NAME]
         if column not in columns:
-            raise TidegaugeError(f"{stream} has no column {column!r}, but {', '.join(columns)}")
+            raise TidegaugeError(f"{stream} has no column of numbers {column!r}, but {', '.join(columns)}")
         found, parts = self._find(run), min(max(points, 1), _POINT_LIMIT)
         owner = "process_pid" if "process_pid" in columns else "pid"
+        keys = ", ".join(["pid", *(key for key in ("device", "loader") if key in columns)])
+        select = keys.replace("pid", f"{owner} AS pid")
         with read(found) as snapshot:
             origin_ns = queries.origin_ns(found.manifest)
             table = snapshot.query(
                 "WITH span AS (SELECT coalesce($origin, min(time_ns)) AS begin_ns, max(time_ns) AS end_ns "
-                f"FROM {stream}), "
-                f'part AS (SELECT {owner} AS pid, time_ns - begin_ns AS since_ns, "{column}" AS value, '
+                f'FROM "{stream}"), '
+                f'part AS (SELECT {select}, time_ns - begin_ns AS since_ns, "{column}" AS value, '
                 "least(floor((time_ns - begin_ns) * $parts / greatest(end_ns - begin_ns, 1)), $parts - 1) AS place "
-                f"FROM {stream}, span) SELECT round(min(since_ns) / 1e9, 1) AS seconds, pid, avg(value) AS mean, "
-                "max(value) AS maximum FROM part GROUP BY place, pid ORDER BY place, pid",
+                f'FROM "{stream}", span) SELECT round(min(since_ns) / 1e9, 1) AS seconds, {keys}, '
+                f"avg(value) AS mean, max(value) AS maximum FROM part GROUP BY place, {keys} "
+                f"ORDER BY place, {keys}",
                 {"origin": origin_ns, "parts": parts},
             )
         return str(table.to_csv(index=False))
