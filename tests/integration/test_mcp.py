@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -70,6 +71,20 @@ def test_every_stream_has_series(ask):
         assert text.startswith("seconds,pid,")
     text, _ = ask("series", run="latest", stream="fetch", column="getitem_ns", points=2)
     assert len({row["loader"] for row in csv.DictReader(io.StringIO(text))}) == 1
+
+
+def test_charts_of_a_page_are_numbers_with_their_captions(ask):
+    text, is_error = ask("charts", page="worker-stalls", points=5)
+    assert not is_error
+    [chart] = [one for one in text.split("\n\n") if one.startswith("Which worker makes training wait?")]
+    _, caption, axes, mean, *_ = chart.splitlines()
+    assert "n = 496" in caption
+    assert axes == "x: worker (id), y: wait (ms)"
+    assert re.fullmatch(r"mean wait: 0:[\d.]+ 1:[\d.]+", mean)
+    assert re.search(r"^longest fetch, y = .+: [\d.]+:[\d.—]+", text, re.MULTILINE)
+    text, is_error = ask("charts", page="nosuch")
+    assert is_error
+    assert "no page 'nosuch'; there are overview" in text
 
 
 @pytest.mark.parametrize(

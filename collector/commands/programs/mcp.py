@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from collector.commands.options import home_option
-from collector.commands.report import as_report, card_text, judge
+from collector.commands.report import as_report, card_text, judge, the_app
 from collector.errors import TidegaugeError
 from collector.findings import KINDS
+from collector.units import number
 from training_harness.records import NAME, STREAMS
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 _INSTRUCTIONS = (
     "Tidegauge watches memory and data loading of PyTorch training. Begin with `runs`, then `report` for the "
-    "verdict on one; `findings` has every measurement and advice; `series` has what was recorded over time."
+    "verdict on one; `findings` has every measurement and advice; `series` has what was recorded over time, "
+    "and `charts` the figures of a page."
 )
 _LATEST = "latest"
 _RUN_LIMIT = 200
@@ -63,6 +66,27 @@ def _reporting(tool: Callable[..., str], error: type[Exception]) -> Callable[...
     return answer
 
 
+def _chart_text(chart: Any, limit: int) -> str:
+    layout = chart.figure.layout
+    lines = [chart.title, chart.caption, f"x: {layout.xaxis.title.text}, y: {layout.yaxis.title.text}"]
+    for trace in chart.figure.data:
+        if trace.type == "heatmap":
+            rows = [(f"{trace.name}, y = {y}", trace.x, zs) for y, zs in zip(trace.y, trace.z, strict=True)]
+        else:
+            rows = [(trace.name, trace.x, trace.y)]
+        for name, xs, ys in rows:
+            pairs = list(zip(xs, ys, strict=False))
+            chosen = pairs[:: math.ceil(len(pairs) / limit) or 1]
+            lines.append(f"{name}: " + " ".join(f"{_value_text(x)}:{_value_text(y)}" for x, y in chosen))
+    return "\n".join(str(line) for line in lines if line)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return number(None if value is None else float(value)).replace(",", "")
+
+
 class Tools:
     """Questions that an assistant can ask about the runs of a home; it reads the docstrings.
 
@@ -74,7 +98,7 @@ class Tools:
 
     def all(self) -> tuple[Callable[..., str], ...]:
         """Return the tools."""
-        return self.runs, self.report, self.findings, self.series
+        return self.runs, self.report, self.findings, self.series, self.charts
 
     def runs(self, limit: int = 20) -> str:
         """List the newest runs: id, name, status, steps, duration in seconds, gravest finding."""
@@ -133,6 +157,17 @@ class Tools:
                 {"origin": origin_ns, "parts": parts},
             )
         return str(table.to_csv(index=False))
+
+    def charts(self, page: str, run: str = _LATEST, points: int = 20) -> str:
+        """Return the charts of a page of the dashboard in numbers: question, caption, axes, and points of lines.
+
+        The pages are overview, oom-risk, leak-timeline, gpu-memory, worker-stalls, pipeline-stages, post-mortem and
+        agent-health. Of each line, about `points` points are given, as x:y.
+        """
+        found, limit = self._find(run), min(max(points, 1), _POINT_LIMIT)
+        with the_app("app.run_charts", "charts need") as app:
+            charts = app.charts_of(found, judge(found), path=page, theme="light")
+        return "\n\n".join(_chart_text(chart, limit) for _, chart in charts) or f"no charts on {page}"
 
     def _find(self, run: str) -> Run:
         from collector.store import find_run
