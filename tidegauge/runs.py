@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from tidegauge.findings import Check, Finding, from_json
 from tidegauge.process import TidegaugeError, ask, ask_json
@@ -148,7 +148,7 @@ class Run:
         Raises:
             TidegaugeError: there is no such stream, the run cannot be read, or the library is not installed.
         """
-        return _as_table(ask("query", run=str(self.path), stream=name, sql=None, params=None), library)
+        return _rows(library, run=str(self.path), stream=name, sql=None, params=None)
 
     @overload
     def query(
@@ -169,7 +169,7 @@ class Run:
         Raises:
             TidegaugeError: the SQL is wrong, the run cannot be read, or the library is not installed.
         """
-        return _as_table(ask("query", run=str(self.path), stream=None, sql=sql, params=params), library)
+        return _rows(library, run=str(self.path), stream=None, sql=sql, params=params)
 
     def charts(self, page: str | None = None, *, theme: Theme = "light") -> tuple[Chart, ...]:
         """Return the charts of a dashboard page, such as `worker-stalls`, or of all pages (docs/views.md).
@@ -217,9 +217,12 @@ def _run(body: Mapping[str, Any]) -> Run:
     return Run(**fields)
 
 
-def _as_table(answer: Any, library: Library) -> Any:
+def _rows(library: Library, **question: Any) -> Any:
+    if library not in (libraries := get_args(Library)):
+        raise TidegaugeError(f"no library {library!r}; there are {', '.join(libraries)}")
     import pyarrow
 
+    answer = ask("query", **question)
     table = pyarrow.ipc.open_stream(pyarrow.py_buffer(answer)).read_all()
     if library == "arrow":
         return table

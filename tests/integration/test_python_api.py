@@ -95,6 +95,10 @@ def test_charts_are_plotly_figures_of_a_page(run):
         (lambda run: run.stream("nosuch"), "no stream 'nosuch'; there are step"),
         (lambda run: run.query("SELEC 1"), "the query failed: Parser Error"),
         (lambda run: run.query("SELECT nosuch FROM step"), "nosuch"),
+        (lambda run: run.query(" "), "the query is empty; give a SELECT"),
+        (lambda run: run.query("SELECT $a", {"b": 1}), "the query failed: Invalid Input Error: Values were not"),
+        (lambda run: run.query("SELECT * FROM '/nosuch.csv'"), "the query failed: IO Error: No files found"),
+        (lambda run: run.stream("step", library="numpy"), "no library 'numpy'; there are pandas, polars, arrow"),
         (lambda run: run.charts("nosuch"), "no page 'nosuch'; there are overview"),
         (lambda run: api.open_run("nosuch", home=run.path.parents[1]), "no run 'nosuch'"),
     ],
@@ -103,6 +107,19 @@ def test_wrong_question_is_one_line(run, ask, said):
     with pytest.raises(api.TidegaugeError, match=said) as raised:
         ask(run)
     assert "\n" not in str(raised.value)
+
+
+def test_damaged_data_is_not_blamed_on_the_question(tmp_path):
+    unpack("main-leak", tmp_path)
+    stored = tidegauge(tmp_path, "collect", "main-leak")
+    assert stored.returncode == 0, stored.stderr
+    found = api.open_run(home=tmp_path)
+    tables = list(found.path.glob("data/**/step/**/*.parquet"))
+    assert tables
+    for path in tables:
+        path.write_bytes(b"no table")
+    with pytest.raises(api.TidegaugeError, match="data is damaged"):
+        found.stream("step")
 
 
 def test_examples_of_the_documentation_run(home, monkeypatch, capsys):

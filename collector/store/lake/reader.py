@@ -180,15 +180,18 @@ class Snapshot:
         Raises:
             TidegaugeError: the SQL is wrong, or files of the lake are damaged or gone.
         """
+        if not sql.strip():
+            raise TidegaugeError("the query is empty; give a SELECT")
         try:
-            with self._intact():
-                for name in set(re.findall(r"\w+", sql)):  # a user names views in any way that SQL has
-                    self._add_view(name)
-                rows = self._execute(sql, params).to_arrow_reader(_ROWS_PER_BATCH)
-                with pa.ipc.new_stream(stream, rows.schema) as writer:
-                    for batch in rows:
-                        writer.write_batch(batch)
-        except _NO_DAMAGE as error:
+            for name in set(re.findall(r"\w+", sql)):  # a user names views in any way that SQL has
+                self._add_view(name)
+            rows = self._execute(sql, params).to_arrow_reader(_ROWS_PER_BATCH)
+            with pa.ipc.new_stream(stream, rows.schema) as writer:
+                for batch in rows:
+                    writer.write_batch(batch)
+        except ERRORS as error:
+            if str(self._store.run.data_dir) in str(error):  # else it is about the SQL, or files that it names
+                raise self._store.damaged(error) from None
             raise TidegaugeError(f"the query failed: {error}") from None
 
     def copy(
