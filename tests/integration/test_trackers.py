@@ -105,6 +105,8 @@ def test_tensorboard_shows_series_and_findings(run):
     assert (point.step, point.value) == (200, 80.0)
     [text] = events.Tensors("tidegauge/main-heap-leak")
     assert text.tensor_proto.string_val[0].decode() == LEAK.summary
+    [name] = events.Tensors("tidegauge/run")
+    assert name.tensor_proto.string_val[0].decode() == run.run_id
     assert run.tags["tensorboard"] == str(run.path / "tensorboard")
 
 
@@ -119,6 +121,7 @@ def test_wandb_keeps_a_run_without_a_network(run, tmp_path, monkeypatch, capfd):
     wait_for(
         lambda: all(part.encode() in record.read_bytes() for part in parts), "W&B wrote all that it was given", 60
     )
+    assert run.tags["wandb"] == str(folder), "for `wandb sync`"
     said = capfd.readouterr()
     assert said.out == "", "stdout is the command's own"
     assert "nothing more goes to" not in said.err
@@ -162,6 +165,7 @@ def test_mlflow_joins_the_run_of_the_training(run, tmp_path, monkeypatch):
     assert found.data.metrics["tidegauge/samples_per_second"] == 80.0
     assert found.data.tags["tidegauge.main-heap-leak"] == f"warning: {LEAK.summary}"
     assert found.data.tags["tidegauge.run"] == run.run_id
+    assert run.tags["mlflow"] == f"run {own}", "a database has no page"
     assert [file.path for file in client.list_artifacts(own)] == ["report.html"]
     assert found.info.status == "RUNNING", "the training ends its own run"
 
@@ -171,6 +175,7 @@ def test_trackio_keeps_series(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
     log_to(run, "trackio")
+    assert run.tags["trackio"] == "tidegauge/train"
     assert any(path.stat().st_size for path in (tmp_path / "trackio").rglob("*.db"))
 
 

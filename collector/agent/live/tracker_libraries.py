@@ -16,6 +16,7 @@ from typing import Any
 
 from collector.findings import Finding
 from collector.store import Run
+from training_harness.redaction import redact_text
 
 _PREFIX = "tidegauge"
 _PROJECT = "tidegauge"
@@ -24,9 +25,9 @@ _TAG_CHARACTERS = 4000
 
 
 class Tracker(ABC):
-    """The calls of a tracker; `address` is where to look, empty if there is no such place."""
+    """The calls of a tracker; `address` is where to look: a URL, a folder, or the name of its run."""
 
-    address = ""
+    address: str
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,7 +65,7 @@ class _Wandb(Tracker):
             settings=self._wandb.Settings(**settings),
         )
         self._name = f"{_PREFIX}-{run.run_id}"
-        self.address = str(self._run.url or "")
+        self.address = str(self._run.url or Path(self._run.dir).parent)  # offline it is a folder
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({f"{_PREFIX}/{name}": value for name, value in values.items()} | {f"{_PREFIX}/step": step})
@@ -97,9 +98,9 @@ class _Mlflow(Tracker):
         )
         self._id = found.info.run_id
         self._client.set_tag(self._id, f"{_PREFIX}.run", run.run_id)
-        uri = self._mlflow.get_tracking_uri()
-        is_web = uri.startswith(("http://", "https://"))
-        self.address = f"{uri}/#/experiments/{found.info.experiment_id}/runs/{self._id}" if is_web else ""
+        uri = redact_text(self._mlflow.get_tracking_uri())
+        page = f"{uri}/#/experiments/{found.info.experiment_id}/runs/{self._id}"
+        self.address = page if uri.startswith(("http://", "https://")) else f"run {self._id}"
 
     def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
@@ -136,6 +137,15 @@ class _Tensorboard(Tracker):
         self.address = os.environ.get("TENSORBOARD_DIR") or str(run.path / "tensorboard")
         self._writer = writers.EventFileWriter(self.address, filename_suffix=f".{_PREFIX}")
         self._step = 0
+        self._add_text("run", run.run_id)
+
+    def _add_text(self, name: str, words: str) -> None:
+        data = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        text = self._tensor(dtype="DT_STRING", string_val=[words.encode()])
+        value = self._summary.Summary.Value(
+            tag=f"{_PREFIX}/{name}", metadata=self._summary.SummaryMetadata(plugin_data=data), tensor=text
+        )
+        self._add(self._step, value)
 
     def _add(self, step: int, *values: Any) -> None:
         summary = self._summary.Summary(value=values)
@@ -147,12 +157,7 @@ class _Tensorboard(Tracker):
         self._writer.flush()
 
     def note(self, finding: Finding) -> None:
-        data = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        text = self._tensor(dtype="DT_STRING", string_val=[finding.summary.encode()])
-        value = self._summary.Summary.Value(
-            tag=f"{_PREFIX}/{finding.kind}", metadata=self._summary.SummaryMetadata(plugin_data=data), tensor=text
-        )
-        self._add(self._step, value)
+        self._add_text(finding.kind, finding.summary)
 
     def close(self) -> None:
         self._writer.close()
@@ -164,8 +169,10 @@ class _Trackio(Tracker):
     def __init__(self, run: Run, name: str) -> None:
         trackio: Any = importlib.import_module("trackio")
         self._trackio = trackio
+        project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
+        self.address = f"{project}/{name}"
         self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
+            project=project,
             name=name,
             config={"tidegauge_run": run.run_id},
             auto_log_cpu=False,

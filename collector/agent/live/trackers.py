@@ -153,10 +153,9 @@ class _Channel:
         with contextlib.redirect_stdout(sys.stderr):
             try:
                 tracker = make(run, run_name)
-                if tracker.address:
-                    say(f"{self._name}: {tracker.address}")
-                    with contextlib.suppress(TidegaugeError):
-                        annotate(run, Edit(add={self._name: tracker.address}))
+                say(f"{self._name}: {tracker.address}")
+                with contextlib.suppress(TidegaugeError):
+                    annotate(run, Edit(add={self._name: tracker.address}))
                 while (call := self._queue.get()) is not None:
                     call(tracker)
                 tracker.close()
