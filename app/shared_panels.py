@@ -17,7 +17,7 @@ from collector.store import queries
 
 #: Number of processes whose open files are drawn, and of GPUs that one refresh draws.
 MAX_PROCESSES, GPUS_AT_ONCE = 4, 2
-NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
+NO_FETCH = Note("No batch in this window. Batches of a DataLoader, of torch or torchdata, fill this page.")
 NO_PROCESS = Note("No process samples in this window. The collector takes them.")
 
 
