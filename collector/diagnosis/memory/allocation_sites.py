@@ -26,6 +26,12 @@ _NATIVE = Advice(
     "tensor keeps this memory",
     expected="",
 )
+#: Advice on a GPU whose memory grows seldom, as at the start of each epoch: the traced steps kept nothing.
+_TWO_SNAPSHOTS = Advice(
+    text="Run it again with `tidegauge run --memory-history 100000 -- COMMAND`, and take two snapshots "
+    "(`tidegauge snapshot latest`) with growth between them: the steps that were traced kept no tensor",
+    expected="the report names the lines that allocate the memory that stays",
+)
 #: Number of allocation sites that a finding names.
 _SITES_COUNT = 5
 #: A line with less than this share of the growth is noise of the loop.
@@ -56,7 +62,9 @@ def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) 
             replace(_NATIVE, expected=item.expected) if item.text in caches else item for item in finding.advice
         )
         return replace(finding, held_by=sites, advice=tuple(advice))
-    return replace(finding, advice=(*finding.advice, _snapshot_advice(finding, tables, running=running)))
+    is_in_vain = bool(snapshots) and finding.locus.device is not None
+    further = _TWO_SNAPSHOTS if is_in_vain else _snapshot_advice(finding, tables, running=running)
+    return replace(finding, advice=(*finding.advice, further))
 
 
 def rank_sites(grown: ProcessGrowth, device: str) -> tuple[AllocationSite, ...]:

@@ -136,6 +136,16 @@ def test_leak_names_its_lines_or_the_command_that_finds_them():
     ]
 
 
+def test_leak_that_a_trace_did_not_show_needs_another_one():
+    """It may grow at each start of an epoch, which fell outside of the traced steps."""
+    run = recorded("investigated")
+    seen_nothing = [replace(grown, lines=(), held_bytes={}) for grown in run.grown]
+    leak = warnings_of(replace(run, grown=seen_nothing))["gpu-tensor-leak"]
+    assert leak.held_by == ()
+    assert "--memory-history" in leak.advice[-1].text
+    assert not any("--investigate" in advice.text for advice in leak.advice)
+
+
 def test_leak_names_lines_that_grew_between_two_snapshots():
     run = recorded("snapshots")
     run = with_allocator(run, allocated_bytes=lambda rows: 100 * rows["allocated_bytes"])
