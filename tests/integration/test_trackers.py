@@ -1,8 +1,10 @@
 """Series and findings in the real libraries of experiment trackers."""
 
+import contextlib
 import gzip
 import os
 import pty
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -171,12 +173,15 @@ def test_mlflow_joins_the_run_of_the_training(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own libraries
-def test_trackio_keeps_series(run, tmp_path, monkeypatch):
+def test_trackio_keeps_series_and_the_report(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
     log_to(run, "trackio")
     assert run.tags["trackio"] == "tidegauge/train"
-    assert any(path.stat().st_size for path in (tmp_path / "trackio").rglob("*.db"))
+    [database] = (tmp_path / "trackio").rglob("*.db")
+    with contextlib.closing(sqlite3.connect(database)) as tables:
+        counts = [tables.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in ("metrics", "artifacts")]
+    assert all(counts), "series, and the report"
 
 
 @pytest.fixture

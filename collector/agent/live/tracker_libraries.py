@@ -171,6 +171,7 @@ class _Trackio(Tracker):
         self._trackio = trackio
         project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
         self.address = f"{project}/{name}"
+        self._name = f"{_PREFIX}-{run.run_id}"
         self._run = trackio.init(
             project=project,
             name=name,
@@ -186,6 +187,10 @@ class _Trackio(Tracker):
         levels = self._trackio.AlertLevel
         level = levels.ERROR if finding.severity == "critical" else levels.WARN
         self._run.alert(title=finding.kind, text=finding.summary, level=level)
+
+    def attach_report(self, path: Path) -> None:
+        if hasattr(self._run, "log_artifact"):  # older versions keep no files
+            self._run.log_artifact(path, name=self._name, type="report")
 
     def close(self) -> None:
         self._run.finish()
