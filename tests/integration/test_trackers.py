@@ -225,6 +225,18 @@ def test_opentelemetry_gets_gauges_and_log_records(run, monkeypatch, otlp_endpoi
     assert (record.severity_text, record.body.string_value) == ("WARN", LEAK.summary)
 
 
+def test_opentelemetry_gets_each_point_while_the_run_goes_on(run, monkeypatch, otlp_endpoint):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    address, bodies = otlp_endpoint
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+    trackers = Trackers(["otlp"])
+    trackers.begin(run, "train")
+    trackers.tick(0.0, lambda: view(100, 10.0))
+    trackers.tick(10.0, lambda: view(200, 20.0))
+    wait_for(lambda: "/v1/metrics" in bodies, "nothing was exported; the library's own interval is 60 s", 45)
+    trackers.close()
+
+
 def test_receiver_that_is_unreachable_is_one_line(run, monkeypatch, capfd):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")

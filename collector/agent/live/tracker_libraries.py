@@ -18,6 +18,8 @@ from collector.findings import Finding
 from collector.store import Run
 from training_harness.redaction import redact_text
 
+#: Seconds between two points of a series.
+EVERY_SECONDS = 10.0
 _PREFIX = "tidegauge"
 _PROJECT = "tidegauge"
 #: Characters of a tag of MLflow at most (mlflow/utils/validation.py, MAX_TAG_VAL_LENGTH is larger).
@@ -214,7 +216,8 @@ class _Otlp(Tracker):
         )
         to_metrics: Any = importlib.import_module(f"{exporters}.metric_exporter").OTLPMetricExporter()
         to_logs: Any = importlib.import_module(f"{exporters}._log_exporter").OTLPLogExporter()
-        reader = export.PeriodicExportingMetricReader(to_metrics)
+        every_ms = None if "OTEL_METRIC_EXPORT_INTERVAL" in os.environ else EVERY_SECONDS * 1000
+        reader = export.PeriodicExportingMetricReader(to_metrics, every_ms)
         self._metrics = metrics.MeterProvider(resource=resource, metric_readers=[reader])
         self._logs = logs.LoggerProvider(resource=resource)
         self._logs.add_log_record_processor(processors.BatchLogRecordProcessor(to_logs))

@@ -21,14 +21,12 @@ from pathlib import Path
 
 from collector.agent.live.alerts import LastSent, new_findings
 from collector.agent.live.prometheus import View, by_role
-from collector.agent.live.tracker_libraries import LIBRARIES, Tracker
+from collector.agent.live.tracker_libraries import EVERY_SECONDS, LIBRARIES, Tracker
 from collector.agent.problems import say
 from collector.errors import TidegaugeError, one_line
 from collector.findings import Finding
 from collector.store import Edit, Run, annotate
 
-#: Seconds between two points of a series.
-EVERY_SECONDS = 10.0
 #: Calls that can wait for one tracker; further ones are dropped.
 QUEUE_SIZE = 100
 #: Seconds that the end of a run waits for the trackers.
