@@ -242,12 +242,13 @@ UNRECORDED = replace(
     "taking memory: {rise} so far, {slope}/s.",
     unconfirmed="{grows} Tensors or a library: the allocators of these processes are not recorded.",
 )
-_CHECKPOINT = (
-    "To save a checkpoint in time, handle SIGUSR1 in the script and start it with `tidegauge run --before-oom "
+#: End of an advice, for a run that does nothing before a limit is met.
+CHECKPOINT = (
+    ". To save a checkpoint in time, handle SIGUSR1 in the script and start it with `tidegauge run --before-oom "
     "SIGUSR1 -- COMMAND`"
 )
 _FIX_HOST_GROWTH = Advice(
-    text=f"Fix the growth (see the leak findings). {_CHECKPOINT}",
+    text=f"Fix the growth (see the leak findings){CHECKPOINT}",
     expected="demand stops growing",
 )
 _RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the peak fits")
@@ -294,7 +295,7 @@ LOOK_ELSEWHERE = Advice(
 HOST_MEMORY_OF_OTHERS = replace(HOST_MEMORY, risk_advice=(LOOK_ELSEWHERE, _RAISE_LIMIT))
 _GPU_ADVICE = (
     Advice(
-        text=f"Fix the growth (see the gpu findings). {_CHECKPOINT}",
+        text=f"Fix the growth (see the gpu findings){CHECKPOINT}",
         expected="demand stops growing",
     ),
     Advice(

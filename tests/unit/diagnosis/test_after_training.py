@@ -74,6 +74,16 @@ def test_a_limit_that_the_run_nears_after_its_last_step_is_a_risk_unless_the_run
     assert found(ended(RAMP, 0, total=near), "host-oom-risk") == []
 
 
+def test_a_run_that_saves_before_a_limit_is_not_advised_to_do_so():
+    near = (2000 + 300 + 2300) * MIB
+    (risk,) = found(ended(RAMP, -9, total=near), "host-oom-risk")
+    assert "--before-oom SIGUSR1" in risk.advice[0].text
+    saving = ended(RAMP, -9, total=near)
+    saving.event(START_SECONDS, "risk-listener", MAIN, lead_seconds=60.0)
+    (risk,) = found(saving, "host-oom-risk")
+    assert risk.advice[0].text == "Fix the growth (see the leak findings)"
+
+
 def test_growth_in_a_time_no_longer_than_three_pauses_before_it_may_be_that_of_a_step():
     followed = np.concatenate([np.zeros(14), 10.0 * np.arange(20)])
     assert len(found(ended(followed, -9), "main-heap-leak")) == 1
