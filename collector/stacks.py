@@ -174,13 +174,14 @@ class Stack:
     def shows_pending_work(self) -> bool:
         """True if a training process or worker would not stand here by design, however long it does.
 
-        It makes or awaits a batch, waits for other ranks, or is blocked on a lock in the user's own code or in
-        torch's. A server or a notebook idles in an event or a queue, so its innermost frame is the library's.
+        It makes or awaits a batch, waits for other ranks, is suspended, or is blocked on a lock in the user's own
+        code or in torch's. A server or a notebook idles in an event or a queue, with a library's innermost frame.
         """
         if self.thread != MAIN_THREAD or not self.frames:
-            return False
+            return self.waits == SUSPENDED
         is_blocked = self.is_at_lock and (self.frames[0].is_own or self.is_in(_TORCH_PATHS))
-        return self.activity in (WAITS_FOR_BATCH, MAKES_BATCH) or self.is_in_collective or is_blocked
+        is_at_work = self.activity in (WAITS_FOR_BATCH, MAKES_BATCH) or self.is_in_collective
+        return is_at_work or is_blocked or self.waits == SUSPENDED
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
 from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks, wait_of
 from collector.findings import Locus
-from collector.stacks import PLACE, from_fields, stack_fields
+from collector.stacks import PLACE, SUSPENDED, from_fields, stack_fields
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 #: Silence that is suspicious: this many times the longest one before it, in seconds at least `_LEAST_SECONDS`.
@@ -199,7 +199,8 @@ class HangWatch:
         chosen = list(filter(self._is_python, sorted(alive)))
         processes = [self._stacks(now_ns, process) for process in chosen[:_MOST_PROCESSES]]
         stacks = (from_fields(thread, Locus()) for process in processes for thread in process["threads"])
-        if not any(stack.shows_pending_work for stack in stacks):
+        is_suspended = any(process["waits"] == SUSPENDED for process in processes)  # without stacks, too
+        if not is_suspended and not any(stack.shows_pending_work for stack in stacks):
             self._dumps_left = 0
             return None
         self._dumps_left -= 1

@@ -2,7 +2,7 @@
 
 Nothing says how fast such a run goes, and a server that waits for requests uses no CPU time either. So the stacks
 must show that work is pending: a process waits for a batch that a worker does not deliver, for ranks that have not
-entered its collective, or for a lock in the middle of an epoch.
+entered its collective, or for a lock in the middle of an epoch. Or a signal has suspended it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _hangs(life: Lifecycle, processes: Mapping[ProcessKey, Process]) -> list[_Ha
     others = [process for process in alive if process.locus.role != "worker" and not process.is_in_long_phase]
     waiting = [process for process in others if process.activity == WAITS_FOR_BATCH]
     found = _of_workers(life, workers, waiting)
-    return found or _of_ranks(others) or _at_locks(workers, others)
+    return found or _suspended(others) or _of_ranks(others) or _at_locks(workers, others)
 
 
 def _of_workers(life: Lifecycle, workers: Sequence[Process], waiting: Sequence[Process]) -> list[_Hang]:
@@ -122,6 +122,11 @@ def _is_no_service(process: Process, others: Sequence[Process]) -> bool:
         return False
     is_pending = process.main is not None and process.main.shows_pending_work
     return is_pending or (process.waits or "").startswith((*STUCK_WAITS[1:], *_STORAGE_WAITS))
+
+
+def _suspended(others: Sequence[Process]) -> list[_Hang]:
+    """Return processes that a signal has stopped; no process does so to itself by design."""
+    return [_Hang(process, process.waits, "", is_sure=True) for process in others if process.is_suspended]
 
 
 def _at_locks(workers: Sequence[Process], others: Sequence[Process]) -> list[_Hang]:

@@ -13,7 +13,7 @@ from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.stack_dumps import StackError
 from collector.findings import Locus
-from collector.stacks import Frame, Stack
+from collector.stacks import SUSPENDED, Frame, Stack
 
 HOST = "node.example"
 MAIN = LocalProcess(os.getpid(), 77)
@@ -170,6 +170,11 @@ def test_a_run_without_hooks_that_idles_with_work_pending_is_recorded(tmp_path):
     assert fields["silent"] == []
     assert fields["idle_seconds"] == pytest.approx(242, abs=8)
     assert (fields["processes"][0]["pid"], fields["processes"][0]["parent_pid"]) == (500, 1)
+
+
+def test_a_run_without_hooks_that_a_signal_has_suspended_is_recorded(tmp_path):
+    foreign = Foreign(tmp_path, FOR_REQUESTS, SUSPENDED).run(60, ticks_per_second=50).run(130)
+    assert len(foreign.taken) == SERIES_DUMPS
 
 
 def test_stacks_say_when_a_process_last_received_data(tmp_path):

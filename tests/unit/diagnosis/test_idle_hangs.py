@@ -21,6 +21,7 @@ from stack_events import (
 )
 
 from collector.diagnosis.hangs.idle_hang import find_idle_hangs
+from collector.stacks import SUSPENDED
 
 RANKS = (("node", 300, 6000), ("node", 301, 6001))
 IN_BARRIER = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", "/home/me/train.py", 30]]
@@ -131,6 +132,15 @@ def test_a_lock_is_a_hang_in_an_epoch_and_information_elsewhere():
     at_lock = entry(MAIN, AT_LOCK, LOCK)
     assert [finding.severity for finding in found(idle(at_lock, IDLE))] == ["warning"]
     assert [finding.severity for finding in found(idle(at_lock))] == ["info"]
+
+
+def test_a_process_that_a_signal_has_suspended_is_named_with_or_without_its_stacks():
+    stopped = entry(MAIN, IN_MAIN, SUSPENDED)
+    for seen in (stopped, {**stopped, "unread": SUSPENDED}):
+        (finding,) = found(idle(seen))
+        assert finding.severity == "warning"
+        assert "it is suspended (SIGSTOP or a debugger)" in finding.summary
+        assert finding.advice[0].text.startswith(f"Resume it with `kill -CONT {MAIN[1]}`")
 
 
 @pytest.mark.parametrize(
