@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,8 +29,6 @@ _SEVERITY = {
 _PAGES = {page.path: page for page in pages.PAGES}
 #: Characters that a formula of a spreadsheet begins with.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-#: Characters of a value that a narrow table does not break.
-_LONGEST_UNBROKEN = 30
 #: Rows above which a table scrolls.
 _MAX_UNSCROLLED_ROWS = 20
 #: Columns from which the first one has a width of its own; pixels of a letter, around a text, and at most.
@@ -304,10 +303,8 @@ def _evidence_table(measurements: Sequence[Evidence]) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Return a text that a narrow table breaks after a comma only, unless it is a sentence."""
-    if len(text) > _LONGEST_UNBROKEN:
-        return text
-    return text.replace(" ", "\u00a0").replace(",\u00a0", ", ").replace("-", "\u2011")
+    """Return a text that a narrow table breaks between words, but not before a unit nor in `n = 12` or `4-17 s`."""
+    return re.sub(r"(?<=\d)-(?=\d)", "\u2011", re.sub(r"(?<=[\d=]) | (?==)", "\u00a0", text))
 
 
 def _cell(text: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from dashboard_pages import figures, open_view, texts, trace_names
 from simulated_runs import MAIN, add_series, finish, jittered, simulate
 
+from app.blocks import _unbroken
 from app.figures import what_if as outlook_figures, workers
 from app.runtime import loading
 from app.runtime.loading import Recent
@@ -138,6 +139,18 @@ def test_a_slow_worker_has_no_prediction_that_contradicts_the_advice(monkeypatch
     )
     assert not at.slider
     assert re.search("n\u00a0=\u00a0\\d+, \\d+\u2011\\d+\u00a0s", texts(at))  # breaks at the comma
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("n = 292, 6-10 s", ["n\u00a0=\u00a0292,", "6\u201110\u00a0s"]),
+        ("3 dumps of its stacks", ["3\u00a0dumps", "of", "its", "stacks"]),
+        ("blocked on a lock (futex)", ["blocked", "on", "a", "lock", "(futex)"]),
+    ],
+)
+def test_a_table_on_a_phone_breaks_between_words_and_not_before_a_unit(text, parts):
+    assert _unbroken(text).split(" ") == parts
 
 
 def test_a_setting_is_not_recommended_while_other_programs_use_the_cores(monkeypatch, tmp_path):
