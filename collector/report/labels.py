@@ -162,6 +162,8 @@ LABELS = {
     "batches_of_a_step_peak_count": "most batches of a step",
     # Ends of processes
     "silent_seconds": "no step or batch for",
+    "stands_in": "line where the process stands",
+    "state": "state of the process",
     "idle_seconds": "no CPU time for",
     "longest_pause_seconds": "longest pause",
     "busy_ratio": "time on CPU",
