@@ -198,7 +198,7 @@ def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
         ("Victim", "" if record.victim is None else locus(record.victim)),
         ("Last memory", "" if record.last_held_bytes is None else size(record.last_held_bytes)),
         ("Limit", limit),
-        ("Signal", record.signal or ""),
+        ("Signal", record.signal or ("" if code is None or code >= 0 else f"{exit_words(code)}, of the command")),
         ("Exit status", "" if code is None or code < 0 else f"{code}, of the command"),
         ("When", ", ".join(when)),
         ("Last torch.save", ", ".join(saved)),

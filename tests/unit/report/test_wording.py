@@ -94,3 +94,11 @@ def test_no_change_is_never_a_negative_zero():
 @pytest.mark.parametrize(("count", "words"), [(1, "1 other training process"), (3, "3 other training processes")])
 def test_followers_are_counted(count, words):
     assert ("Followed", words) in wording.exit_record(ExitRecord(reason="killed", followers_count=count))
+
+
+def test_the_exit_record_has_the_signal_of_the_command_if_the_victim_got_none():
+    cancelled = ExitRecord(reason="cancelled while it hung", exit_status=-15)
+    assert ("Signal", "signal 15 (SIGTERM), of the command") in wording.exit_record(cancelled)
+    assert ("Signal", "SIGKILL") in wording.exit_record(
+        ExitRecord(reason="killed", signal="SIGKILL", exit_status=-15)
+    )
