@@ -26,7 +26,7 @@ from collector.diagnosis.verdict import diagnose
 from collector.report import headings
 from collector.store.catalogue import list_runs
 from collector.store.runs.run import Run
-from collector.units import percent, size
+from collector.units import percent, quantity, size
 from tests.recorded_runs import recorded, unpack
 from training_harness.journal import EventLog, Identity
 
@@ -69,12 +69,13 @@ def test_overview_and_report_give_the_same_figures(monkeypatch, homes):
     assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
 
 
-def test_overview_and_report_give_the_same_peak_of_a_run_that_grew_after_the_last_reading(monkeypatch, tmp_path):
-    run = unpack("out-of-memory", tmp_path)
-    summary = diagnose(load_tables(Run(run))).summary
+@pytest.mark.parametrize("name", ["out-of-memory", "ddp"])  # memory grew after the last reading; two ranks
+def test_overview_and_report_give_the_same_peak_and_throughput(monkeypatch, tmp_path, name):
+    summary = diagnose(load_tables(Run(unpack(name, tmp_path)))).summary
     at = open_view(monkeypatch, tmp_path, "overview")
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
+    assert shown["Throughput"] == quantity(summary["throughput"]["samples_per_second"], "samples/second")
 
 
 def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, homes):

@@ -66,12 +66,16 @@ def throughput(snapshot: Queryable, within: Span, training_loaders: Sequence[int
     loaders = ", ".join(map(str, training_loaders or ())) or "NULL"
     is_training = "" if training_loaders is None else f" FILTER (loader IN ({loaders}))"
     seconds, training_seconds = (
-        f"nullif((max(time_ns + last_after_ns){rows} - min(time_ns){rows}) / 1e9, 0)" for rows in ("", is_training)
+        f"nullif((max({name}_to_ns) - min({name}_from_ns)) / 1e9, 0)" for name in ("all", "training")
     )
-    samples = f"sum(samples_count){is_training} - arg_min(samples_count_first, time_ns){is_training}"
+    # The first batch of each rank marks its start: it was made before.
     return snapshot.query(
-        f"SELECT coalesce(sum(n), 0)::BIGINT n, (sum(n) - 1) / {seconds} batches_per_second, "
-        f"({samples}) / {training_seconds} samples_per_second FROM {rollup_view(within, 'batch')} WHERE {IN_SPAN}",
+        f"SELECT coalesce(sum(n), 0)::BIGINT n, (sum(n) - count(*)) / {seconds} batches_per_second, "
+        f"sum(samples) / {training_seconds} samples_per_second FROM (SELECT sum(n) n, "
+        "min(time_ns) all_from_ns, max(time_ns + last_after_ns) all_to_ns, "
+        f"min(time_ns){is_training} training_from_ns, max(time_ns + last_after_ns){is_training} training_to_ns, "
+        f"sum(samples_count){is_training} - arg_min(samples_count_first, time_ns){is_training} samples "
+        f"FROM {rollup_view(within, 'batch')} WHERE {IN_SPAN} GROUP BY rank)",
         within.params,
     ).iloc[0]
 
