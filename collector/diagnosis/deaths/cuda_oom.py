@@ -66,8 +66,8 @@ _BOUND_STEPS = Advice(
     effect="changes results",
 )
 _USUAL_STEP = Advice(
-    text="Find what this step took: far more than any before it, from a batch that was no larger. Usual: a "
-    "sequence that the step makes itself, a second model, a branch that is seldom taken",
+    text="Find what this step took: far more than any before it, and no larger batch explains it. Usual: a long "
+    "request or sequence, a second model, a branch that is seldom taken",
     expected="the {room} that it took beyond them become free",
 )
 _DISTRIBUTE = Advice(
@@ -184,8 +184,9 @@ class _Scene:
 
         The first step shows less than is usual: the optimizer's state is made at its end, and stays.
         """
-        (last, before), steps = self.batch_bytes, whole(self.error.event.get("step")) or 0
-        is_explained = last > before or self.holds_batches or self.in_optimizer or self.in_evaluation
+        (last, before), (count, most) = self.batch_bytes, self.batch_counts
+        steps = whole(self.error.event.get("step")) or 0
+        is_explained = last > before or count > most or self.in_optimizer
         is_larger = self.taken_bytes > _UNUSUAL_RATIO * self.usual_bytes
         return steps > 1 and is_larger and not is_explained and self.step_growth is None
 

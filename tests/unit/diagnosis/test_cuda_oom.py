@@ -10,6 +10,7 @@ import pytest
 from altered_gpu_runs import flat, with_allocator
 from simulated_runs import MIB
 
+from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.run.cuda_message import message_figures
 from collector.diagnosis.verdict import diagnose
 from collector.findings import as_json
@@ -21,7 +22,7 @@ from tests.recorded_runs import (
     with_event,
     with_hidden_processes,
 )
-from training_harness.records import UNIT_BATCH
+from training_harness.records import UNIT_BATCH, UNIT_PASS
 
 #: Bytes of a process's context on a simulated device.
 CONTEXT = 256 * MIB
@@ -40,6 +41,17 @@ def post_mortem(tables):
 def error_of(tables):
     [error] = tables.events_of("cuda-oom")
     return error
+
+
+def without_growth(tables, usual):
+    """Return a run whose steps before the error all took as much, `usual` bytes."""
+    rows = tables.streams["device_memory"]
+    level, is_step = rows["allocated_bytes"].iloc[5], rows["step"] < error_of(tables)["step"]
+    return with_allocator(
+        tables,
+        allocated_bytes=np.where(is_step, level, rows["allocated_bytes"]),
+        allocated_peak_bytes=np.where(is_step, level + usual, rows["allocated_peak_bytes"]),
+    )
 
 
 def test_fatal_error_is_reported_with_its_figures():
@@ -166,15 +178,9 @@ def test_long_batch_of_few_bytes_is_named_by_what_its_step_took():
 
 def test_step_that_takes_more_than_any_before_is_named_if_no_batch_explains_it():
     """Its recorded steps took ever more; without that growth, only the last one is larger."""
-    run = recorded("out-of-memory")
-    rows = run.streams["device_memory"]
-    level, usual = rows["allocated_bytes"].iloc[5], 4 * MIB
-    is_step = rows["step"] < error_of(run)["step"]
-    even = with_allocator(
-        run,
-        allocated_bytes=np.where(is_step, level, rows["allocated_bytes"]),
-        allocated_peak_bytes=np.where(is_step, level + usual, rows["allocated_peak_bytes"]),
-    )
+    run, usual = recorded("out-of-memory"), 4 * MIB
+    even = without_growth(run, usual)
+    level = even.streams["device_memory"]["allocated_bytes"].iloc[0]
     found, advice = post_mortem(even)
     assert advice.startswith("Find what this step took")
     figures = {evidence.name: evidence.value for evidence in found.evidence}
@@ -182,6 +188,14 @@ def test_step_that_takes_more_than_any_before_is_named_if_no_batch_explains_it()
     assert "no step before took more than 4 MiB" in found.summary
     _, advice = post_mortem(with_changed_event(even, "cuda-oom", allocated_bytes=int(level + usual), message=None))
     assert "Find what this step took" not in advice
+
+
+def test_long_request_to_a_model_is_named_though_no_batch_shows_it():
+    """A loop of forward passes, without loader, backward pass and optimizer, has steps of its own."""
+    run = without_growth(recorded("out-of-memory"), 4 * MIB)
+    passes = with_columns(run, "step", lambda _: {"backward_ns": np.nan, "unit": UNIT_PASS})
+    [found] = find_cuda_ooms(only_rows(passes, "batch", lambda rows: rows["index"] < 0))
+    assert [advice.text.split()[0] for advice in found.advice] == ["Find", "Make"]
 
 
 def test_batches_without_a_step_hold_memory():
