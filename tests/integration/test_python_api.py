@@ -95,7 +95,7 @@ def test_charts_are_plotly_figures_of_a_page(run):
         (lambda run: run.stream("nosuch"), "no stream 'nosuch'; there are step"),
         (lambda run: run.query("SELEC 1"), "the query failed: Parser Error"),
         (lambda run: run.query("SELECT nosuch FROM step"), "nosuch"),
-        (lambda run: run.query(" "), "the query is empty; give a SELECT"),
+        (lambda run: run.query("-- "), "the query is empty; give a SELECT"),
         (lambda run: run.query("SELECT $a", {"b": 1}), "the query failed: Invalid Input Error: Values were not"),
         (lambda run: run.query("SELECT * FROM '/nosuch.csv'"), "the query failed: IO Error: No files found"),
         (lambda run: run.stream("step", library="numpy"), "no library 'numpy'; there are pandas, polars, arrow"),

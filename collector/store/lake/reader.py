@@ -180,12 +180,13 @@ class Snapshot:
         Raises:
             TidegaugeError: the SQL is wrong, or files of the lake are damaged or gone.
         """
-        if not sql.strip():
-            raise TidegaugeError("the query is empty; give a SELECT")
         try:
             for name in set(re.findall(r"\w+", sql)):  # a user names views in any way that SQL has
                 self._add_view(name)
-            rows = self._execute(sql, params).to_arrow_reader(_ROWS_PER_BATCH)
+            answer = self._execute(sql, params)
+            if answer is None:  # spaces or a comment alone
+                raise TidegaugeError("the query is empty; give a SELECT")
+            rows = answer.to_arrow_reader(_ROWS_PER_BATCH)
             with pa.ipc.new_stream(stream, rows.schema) as writer:
                 for batch in rows:
                     writer.write_batch(batch)
