@@ -179,16 +179,18 @@ class _Scene:
         return count > most
 
     @property
-    def is_unusual_step(self) -> bool:
-        """True if this step took far more than any before it, and not for its batches or its optimizer.
+    def beyond_usual_bytes(self) -> float:
+        """Memory of this step beyond the most that any before it took, if that is far more; else NaN.
 
-        The first step shows less than is usual: the optimizer's state is made at its end, and stays.
+        NaN also if its batches or its optimizer explain it. The first step shows less than is usual: the state of
+        the optimizer is made at its end, and stays.
         """
         (last, before), (count, most) = self.batch_bytes, self.batch_counts
         steps = whole(self.error.event.get("step")) or 0
-        is_explained = last > before or count > most or self.in_optimizer
-        is_larger = self.taken_bytes > _UNUSUAL_RATIO * self.usual_bytes
-        return steps > 1 and is_larger and not is_explained and self.step_growth is None
+        is_explained = last > before or count > most or self.in_optimizer or self.step_growth is not None
+        beyond, least = self.taken_bytes - self.usual_bytes, _LEAST_GAIN_RATIO * self.of("limit_bytes")
+        is_unusual = self.taken_bytes > _UNUSUAL_RATIO * self.usual_bytes and not beyond < least
+        return beyond if steps > 1 and is_unusual and not is_explained else math.nan
 
     @property
     def unallocated_bytes(self) -> float:
@@ -255,6 +257,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     level, top = math.nan, math.nan
     if before is not None and len(before.rows):
         level, top = (before.column(name)[-1] for name in ("allocated_bytes", "allocated_peak_bytes"))
+        top += max(0.0, level - before.column("allocated_bytes")[-2:][0])  # a step may keep what it takes
     taken = figures.get("allocated_bytes", math.nan) - level
     in_steps = payload[floats(batches, "time_ns") <= steps_ns[-1]] if len(steps_ns) else payload[:0]
     larger = 1.0 if batches.empty else math.nan
@@ -332,7 +335,7 @@ def _summary(scene: _Scene, process: str) -> str:
         text += (
             f". At the peak tensors took {here} here, and at most {elsewhere} on the other devices of DataParallel"
         )
-    if scene.is_unusual_step:
+    if math.isfinite(scene.beyond_usual_bytes):
         text += f". Since the last step, tensors took {size(scene.taken_bytes)}"
         text += f"; no step before took more than {size(scene.usual_bytes)}"
     if scene.step_growth is not None:
@@ -359,7 +362,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
         ("device_allocated_peak_bytes", scene.device_peaks[0], "run"),
         ("other_devices_allocated_peak_bytes", scene.device_peaks[1], "run"),
         ("allocated_since_step_bytes", scene.taken_bytes, "since the last step"),
-        ("usual_step_bytes", scene.usual_bytes if scene.is_unusual_step else math.nan, "run"),
+        ("usual_step_bytes", scene.taken_bytes - scene.beyond_usual_bytes, "run"),
         ("loaded_state_bytes", scene.loaded_state_bytes or math.nan, "at the error"),
     )
     evidence = [fact(name, value, window) for name, value, window in figures if math.isfinite(value)]
@@ -404,7 +407,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     growth_gain = math.inf if rise >= held / 2 else rise
     step_rise = math.nan if scene.step_growth is None else scene.step_growth.rise
     steps_grew = scene.step_growth is not None and not (last > before or holds_batches or scene.in_optimizer)
-    beyond_usual = scene.taken_bytes - scene.usual_bytes
+    beyond_usual = scene.beyond_usual_bytes
     here, elsewhere = scene.device_peaks
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     own = scene.of("reserved_bytes") + float(np.nan_to_num(scene.of("outside_pytorch_bytes")))
@@ -425,7 +428,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_END_OTHERS, "outside", others >= request, others, others),
         (_BOUND_BATCHES, "your code", last > before, float(np.fmax(last - before, excess)), before),
         (_BOUND_STEPS, "your code", steps_grew, step_rise, step_rise),
-        (_USUAL_STEP, "your code", scene.is_unusual_step and not in_handler, beyond_usual, beyond_usual),
+        (_USUAL_STEP, "your code", beyond_usual > 0 and not in_handler, beyond_usual, beyond_usual),
         (_DISTRIBUTE, "your code", here > elsewhere, here - elsewhere, here - elsewhere),
         (_RELEASE_BATCHES, "your code", holds_batches, more_batches, more_batches),
         (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),

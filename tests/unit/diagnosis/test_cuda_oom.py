@@ -190,6 +190,21 @@ def test_step_that_takes_more_than_any_before_is_named_if_no_batch_explains_it()
     assert "Find what this step took" not in advice
 
 
+def test_step_that_keeps_what_it_takes_is_like_those_before():
+    run = recorded("leak-to-the-end")
+    piece = 96 * MIB
+    kept = with_allocator(
+        run,
+        allocated_bytes=lambda rows: rows["allocated_bytes"].iloc[0] + piece * np.arange(len(rows)),
+        allocated_peak_bytes=lambda rows: rows["allocated_bytes"].iloc[0] + piece * np.arange(len(rows)),
+    )
+    last = int(kept.streams["device_memory"]["allocated_bytes"].iloc[-2])
+    changes = {"allocated_bytes": last + piece, "reserved_bytes": last + piece, "message": None}
+    found, advice = post_mortem(with_changed_event(kept, "cuda-oom", **changes))
+    assert "Find what this step took" not in advice
+    assert "no step before took more" not in found.summary
+
+
 def test_long_request_to_a_model_is_named_though_no_batch_shows_it():
     """A loop of forward passes, without loader, backward pass and optimizer, has steps of its own."""
     run = without_growth(recorded("out-of-memory"), 4 * MIB)
