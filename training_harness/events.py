@@ -168,7 +168,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("dataset", "str", "class of the dataset"),
         Field("dataset_length", "int", "samples in the dataset"),
         Field("sampler", "str", "class of the sampler, or of a batch sampler that the script gives"),
-        Field("shuffle", "bool", "what it says of itself by an attribute of this name; null without one"),
+        Field("shuffle", "bool", "it is a DistributedSampler that shuffles; null for other samplers"),
         Field("collate", "str", "name of `collate_fn`"),
         Field("iterable", "bool", "the dataset is iterable"),
         Field("file", "str", "file in which the loader was created"),

@@ -65,9 +65,9 @@ _BOUND_STEPS = Advice(
     expected="the {room} by which a step's peak grew become free",
     effect="changes results",
 )
-_USUAL_STEP = Advice(
-    text="Find what this step took: far more than any before it, and no larger batch explains it. Usual: a long "
-    "request or sequence, a second model, a branch that is seldom taken",
+_UNUSUAL_STEP = Advice(
+    text="Find what this step took: far more than any before it. Usual: a long request or sequence, an input that "
+    "the loop makes itself, a second model, a branch that is seldom taken",
     expected="the {room} that it took beyond them become free",
 )
 _DISTRIBUTE = Advice(
@@ -130,7 +130,7 @@ class _Scene:
         has_more_tensors: whether their number grew too.
         step_growth: the growth of what a step takes and gives back, None if it did not grow.
         taken_bytes: what tensors took since the last step, NaN if not known.
-        usual_bytes: the most that a step took above what stayed, for a batch as large as the last one; NaN if not
+        usual_bytes: the most that a step before can have taken, for a batch as large as the last one; NaN if not
             known.
         batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
         batch_counts: batches of the last one's loader since the last step, and the most in any step before.
@@ -254,10 +254,12 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     of_loader = batches[floats(batches, "loader") == batches["loader"].iloc[-1]] if len(batches) else batches
     counts = np.diff(np.searchsorted(floats(of_loader, "time_ns"), [0.0, *steps_ns, at_ns + 1]))
     before = own.before(steps_ns[-1]) if own is not None and len(steps_ns) else None
-    level, top = math.nan, math.nan
+    level, usual = math.nan, math.nan
     if before is not None and len(before.rows):
-        level, top = (before.column(name)[-1] for name in ("allocated_bytes", "allocated_peak_bytes"))
-        top += max(0.0, level - before.column("allocated_bytes")[-2:][0])  # a step may keep what it takes
+        levels, peaks = before.column("allocated_bytes"), before.column("allocated_peak_bytes")
+        level = levels[-1]
+        # A step takes no more than the peak by its end is above the level before it; that of the first is unknown.
+        usual = peak(peaks[1:] - levels[:-1]) if len(levels) > 1 else peaks[-1] - level
     taken = figures.get("allocated_bytes", math.nan) - level
     in_steps = payload[floats(batches, "time_ns") <= steps_ns[-1]] if len(steps_ns) else payload[:0]
     larger = 1.0 if batches.empty else math.nan
@@ -271,7 +273,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         has_more_tensors=own is not None and tensor_count_growth(tables, own) is not None,
         step_growth=step_peak_of(tables, before).growth() if before is not None else None,
         taken_bytes=taken if taken > 0 else math.nan,
-        usual_bytes=(top - level) * larger,
+        usual_bytes=usual * larger,
         batch_bytes=(float(payload[-1]) if len(payload) else math.nan, peak(payload[:-1])),
         batch_counts=(int(counts[-1]), int(counts[:-1].max(initial=0))),
         phase=str(phases[-1]["phase"]) if phases else None,
@@ -428,7 +430,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_END_OTHERS, "outside", others >= request, others, others),
         (_BOUND_BATCHES, "your code", last > before, float(np.fmax(last - before, excess)), before),
         (_BOUND_STEPS, "your code", steps_grew, step_rise, step_rise),
-        (_USUAL_STEP, "your code", beyond_usual > 0 and not in_handler, beyond_usual, beyond_usual),
+        (_UNUSUAL_STEP, "your code", beyond_usual > 0 and not in_handler, beyond_usual, beyond_usual),
         (_DISTRIBUTE, "your code", here > elsewhere, here - elsewhere, here - elsewhere),
         (_RELEASE_BATCHES, "your code", holds_batches, more_batches, more_batches),
         (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),

@@ -26,11 +26,12 @@ _NATIVE = Advice(
     "tensor keeps this memory",
     expected="",
 )
-#: Advice on a GPU whose memory grows seldom, as at the start of each epoch: the traced steps kept nothing.
+_NAMES_LINES = "the report names the lines that allocate the memory that stays"
+#: Advice on memory that grows seldom, as at the start of each epoch: the traced steps kept nothing.
 _TWO_SNAPSHOTS = Advice(
     text="Run it again with `tidegauge run --memory-history 100000 -- COMMAND`, and take two snapshots "
     "(`tidegauge snapshot latest`) with growth between them: the steps that were traced kept no tensor",
-    expected="the report names the lines that allocate the memory that stays",
+    expected=_NAMES_LINES,
 )
 #: Number of allocation sites that a finding names.
 _SITES_COUNT = 5
@@ -62,8 +63,7 @@ def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) 
             replace(_NATIVE, expected=item.expected) if item.text in caches else item for item in finding.advice
         )
         return replace(finding, held_by=sites, advice=tuple(advice))
-    is_in_vain = bool(snapshots) and finding.locus.device is not None
-    further = _TWO_SNAPSHOTS if is_in_vain else _snapshot_advice(finding, tables, running=running)
+    further = _snapshot_advice(finding, tables, running=running, was_traced=bool(snapshots))
     return replace(finding, advice=(*finding.advice, further))
 
 
@@ -139,23 +139,33 @@ def _bytes(lines: Iterable[SiteGrowth]) -> int:
     return sum(line.grown_bytes for line in lines)
 
 
-def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool) -> Advice:
-    """Return the cheapest command that would find the allocation sites."""
+def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool, was_traced: bool) -> Advice:
+    """Return the cheapest command that would find the allocation sites; a trace may have shown nothing."""
     locus = finding.locus
+    run = tables.manifest.get("run_id", "RUN") if running else "latest"
+    worker = f" --worker {locus.worker or 0}" if locus.role == "worker" else ""
+    command = f"tidegauge snapshot {run} --kind growth{worker}"
+    if was_traced and locus.device is not None:
+        return _TWO_SNAPSHOTS
+    if was_traced:
+        return Advice(
+            text=f"Trace more steps while it runs, so that the growth lies within: `{command} --steps 1000`. The "
+            "steps that were traced kept nothing",
+            expected=_NAMES_LINES,
+        )
     mains = {(event["host"], event["pid"]) for event in tables.events_of("process-start")}
     if running and (locus.role == "worker" or (locus.host, locus.pid) in mains):
-        worker = f" --worker {locus.worker or 0}" if locus.role == "worker" else ""
-        command = f"Run `tidegauge snapshot {tables.manifest.get('run_id', 'RUN')} --kind growth{worker}`"
         return Advice(
-            text=command, expected="it names the lines that allocate the memory that stays; 100 steps are slower"
+            text=f"Run `{command}`",
+            expected="it names the lines that allocate the memory that stays; 100 steps are slower",
         )
     if any(event.get("investigates") for event in tables.events_of("collector-start")):
         return Advice(
-            text="Run it for longer: it ended before `--investigate` had the trace of this process, which takes "
-            "100 steps after a verdict on the growth. Verdicts come after 30 s, then about every four minutes",
-            expected="the report names the lines that allocate the memory that stays",
+            text="Run it for longer: `--investigate` made no trace of this process. A trace takes 100 steps after "
+            "a verdict on the growth, and verdicts come after 30 s, then about every four minutes",
+            expected=_NAMES_LINES,
         )
     return Advice(
         text="Run it again for a minute or more with `tidegauge run --investigate -- COMMAND`",
-        expected="the report names the lines that allocate the memory that stays",
+        expected=_NAMES_LINES,
     )

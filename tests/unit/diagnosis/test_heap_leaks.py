@@ -1,7 +1,6 @@
 """Heaps that grow, and heaps that only seem to."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +33,6 @@ from collector.diagnosis.memory.exhaustion import full_finding
 from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.diagnosis.verdict import diagnose
 from collector.findings import Limit, Locus, measurements
-from collector.store import ProcessGrowth
 from collector.units import size
 from training_harness.records import ROLE_MAIN, ROLE_WORKER, UNIT_BATCH, UNIT_OPTIMIZER
 
@@ -487,13 +485,3 @@ def test_a_leak_while_code_is_compiled_again_begins_with_that(seconds, again):
     [leak] = findings_of(script)
     assert ("torch.compile" in leak.advice[0].text) == again
     assert (leak.value_of("compilation_count") is not None) == again
-
-
-def test_workers_that_take_memory_without_python_objects_are_not_advised_to_look_for_a_cache():
-    tables = memory(training(), workers=300 * RAMP, total=10**14).tables()
-    event = {"role": "worker", "host": "node", "loader": 0, "worker": 0}
-    grown = ProcessGrowth(event=event, window="50 batches", held_bytes={"cpu": 20 * MIB}, lines=())
-    [leak] = [f for f in diagnose(replace(tables, grown=(grown,))).findings if f.kind == "worker-heap-leak"]
-    assert "C and C++ libraries" in leak.advice[0].text
-    assert leak.advice[0].expected.startswith("the growth of")
-    assert not any("cache" in advice.text for advice in leak.advice)

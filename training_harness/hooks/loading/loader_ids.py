@@ -150,7 +150,7 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
         "sampler": type(sampler).__qualname__,
-        "shuffle": shuffle if isinstance(shuffle := getattr(sampler, "shuffle", None), bool) else None,
+        "shuffle": _shuffles(sampler),
         "collate": getattr(getattr(loader, "collate_fn", None), "__name__", None),
         "iterable": is_iterable(loader),
     }
@@ -160,6 +160,13 @@ def _sampler_in_use(loader: Any) -> Any:
     """Return what draws the indices: a batch sampler of the script's own, or the sampler."""
     own_batches = getattr(loader, "batch_sampler", None) if getattr(loader, "batch_size", None) is None else None
     return getattr(loader, "sampler", None) if own_batches is None else own_batches
+
+
+def _shuffles(sampler: Any) -> bool | None:
+    """Return whether a DistributedSampler shuffles; None of others, which may shuffle groups alone."""
+    module = sys.modules.get("torch.utils.data.distributed")
+    is_distributed = module is not None and isinstance(sampler, module.DistributedSampler)
+    return bool(vars(sampler).get("shuffle")) if is_distributed else None
 
 
 def is_iterable(loader: Any) -> bool:
