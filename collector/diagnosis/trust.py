@@ -33,7 +33,7 @@ _START_SECONDS = 120.0
 _LOSS_ADVICE = {
     WRITE_FAILED: "Free space on the file system of the Tidegauge home (TIDEGAUGE_HOME), or check its permissions",
     NOT_COLLECTED: "Let a collector follow the run, which deletes the journals that it has taken in: start the "
-    "training with `tidegauge run`, or keep `tidegauge collect RUN` running beside it",
+    "training with `tidegauge run`, or keep `tidegauge collect RUN` running with it",
     NOT_A_RECORD: "A value did not fit its column, which is a defect of Tidegauge: report it with the run",
 }
 #: `obstacle` of a `process-seen` event -> what happened, and the remedy (collector/agent/samplers/programs.py).

@@ -108,12 +108,12 @@ _SMALLER_EVALUATION = Advice(
 _SMALLER_STATE = Advice(
     text="Take an optimizer whose step needs less: foreach=False (fewer temporaries), SGD, Adafactor or an 8-bit "
     "Adam (less state), or shard its state over several devices (FSDP)",
-    expected="its state and temporaries fit beside parameters and gradients",
+    expected="its state and temporaries fit next to parameters and gradients",
     effect="changes results",
 )
 _SMALLER_MODEL = Advice(
     text="No step came before it: if the model itself does not fit, load it in bfloat16, shard it over several "
-    "devices (FSDP), or make it smaller; if the batch does not fit beside it, make the batch smaller",
+    "devices (FSDP), or make it smaller; if the batch does not fit next to it, make the batch smaller",
     expected="parameters, gradients, the optimizer's state and one step fit together",
     effect="changes results",
 )
