@@ -60,9 +60,11 @@ ONE_ENDLESS = "one descriptor, no timeout"
 FULL_PIPE = "waiting for a full pipe"
 AWAITS_CHILD = "waiting for a child process"
 POLLS = "waiting for a pipe or socket"
+#: A lock of threads, or anything else that a thread of the process is to do.
+AT_FUTEX = "blocked on a lock (futex)"
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
 _WAIT_CHANNELS = (
-    ("futex", "blocked on a lock (futex)"),
+    ("futex", AT_FUTEX),
     ("do_wait", AWAITS_CHILD),
     ("hrtimer_nanosleep", ASLEEP),
     ("pipe_write", FULL_PIPE),

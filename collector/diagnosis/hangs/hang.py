@@ -64,7 +64,7 @@ from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import SEVERITIES, Advice, Finding, Severity, extended, fact
 from collector.flight_recorder import Standstill, ranks_words
-from collector.stacks import AT_LOCK, WAITS_FOR_BATCH
+from collector.stacks import AT_FUTEX, AT_LOCK, POLLS, WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
 from training_harness.records import ROLE_WORKER
@@ -203,13 +203,24 @@ def _culprit(
     slots = worker_slots(life.tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     if process.is_unread and not process.is_suspended:
-        return who_holds_up(workers) or (None if process.is_busy else process)
+        if process.is_busy:
+            return None
+        return who_holds_up([one for one in workers if _may_await(life, process, one)]) or process
     if others and process.is_in_collective:
         late = [processes[key] for key in others if key in processes and not processes[key].is_in_collective]
         return _culprit(life, processes, late[0].key, ()) if late else process
     if process.activity != WAITS_FOR_BATCH or process.is_suspended:
         return stuck_child(process, processes.values()) or process
     return who_holds_up(workers)
+
+
+def _may_await(life: Lifecycle, unread: Process, worker: Process) -> bool:
+    """Return whether a training process without stacks may wait for a batch of a worker.
+
+    It polls then, or waits at a futex for the thread that pins the loader's batches.
+    """
+    loader = loader_settings(life.tables).get((unread.key, worker.locus.loader), {})
+    return (unread.waits or "").startswith((POLLS, AT_FUTEX) if loader.get("pin_memory") else POLLS)
 
 
 def _undelivered(

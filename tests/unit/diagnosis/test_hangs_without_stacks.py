@@ -27,6 +27,27 @@ def test_without_py_spy_the_worker_that_does_not_wait_for_work_is_named(budgets,
     assert "Its line is unknown: py-spy is not installed" in found.summary
 
 
+@pytest.mark.parametrize(
+    ("waits", "pins", "role"),
+    [
+        (POLL, False, "worker"),
+        (POLL, True, "worker"),
+        (LOCK, True, "worker"),
+        (LOCK, False, "main"),
+        ("waiting for a disk", True, "main"),
+        ("computing", True, None),
+    ],
+)
+def test_without_py_spy_a_worker_at_work_holds_up_only_a_training_that_may_wait_for_its_batch(waits, pins, role):
+    script = training()
+    for event in script.events:
+        if event["kind"] == "loader":
+            event["pin_memory"] = pins
+    seen = [unread(process(MAIN, IN_MAIN, waits), waits), unread(process(WORKERS[0], IN_A_SAMPLE, LOCK), LOCK)]
+    found = find_hangs(stacks(script, *seen, budgets=9).tables())
+    assert [one.locus.role for one in found] == [role] * (role is not None)
+
+
 @pytest.mark.parametrize(("waits", "used_seconds", "count"), [("asleep", 0.0, 1), ("computing", 2.0, 0)])
 def test_without_py_spy_a_training_process_that_stands_still_itself_is_information(waits, used_seconds, count):
     alone = [unread(process(MAIN, IN_MAIN, waits, used_seconds=used_seconds), waits), unread(IDLE, POLL)]
