@@ -156,6 +156,11 @@ _READ_OUTPUT = Advice(
     text="Read the child's output while it runs: use subprocess.run or communicate(), or stdout=subprocess.DEVNULL",
     expected="its pipe never fills, and it ends",
 )
+#: Advice on a process whose stacks could not be read.
+_READ_STACKS = Advice(
+    text="Install py-spy, or give Tidegauge the right to read stacks (`tidegauge doctor` says what is missing)",
+    expected="the finding names the line, and advises on its wait",
+)
 #: Advice while the run goes on.
 _LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
 _LOAD_AHEAD = Advice(
@@ -208,12 +213,16 @@ HANG_OF_RANK = replace(
 def with_remedy(hang: Finding, waits: str | None, life: Lifecycle, culprit: Process) -> Finding:
     """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
     kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
+    if culprit.is_unread and kind not in _HANG_FAULTS:
+        kind = None  # the state in the kernel alone does not show whose code waits
     remedies = [] if kind is None else [_HANG_ADVICE[kind]]
     if kind == "waiting for a child" and FULL_PIPE in (waits or ""):
         remedies = [_READ_OUTPUT]
     if kind == "blocked on a lock" and hang.locus.role != "worker":
         is_own = hang.locus.role == "main" and not is_forked(life, culprit)
         remedies = [_OWN_LOCK if is_own else _FORKED_LOCK]
+    if culprit.is_unread and not culprit.is_suspended:
+        remedies.insert(0, _READ_STACKS)
     advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
     if life.status() == "running":
         advice.append(_LOOK_AGAIN)

@@ -53,3 +53,29 @@ def test_without_py_spy_a_training_process_that_stands_still_itself_is_informati
     alone = [unread(process(MAIN, IN_MAIN, waits, used_seconds=used_seconds), waits), unread(IDLE, POLL)]
     found = find_hangs(stacks(training(), *alone, budgets=9).tables())
     assert [(one.locus.role, one.severity) for one in found] == [("main", "info")] * count
+
+
+@pytest.mark.parametrize(
+    ("waits", "fault", "remedies"),
+    [
+        (LOCK, None, []),
+        ("computing", None, []),
+        ("waiting for a pipe", None, []),
+        ("waiting for the network (10.0.0.5:443)", "outside", ["Set a timeout for that connection, and retry"]),
+    ],
+)
+def test_without_py_spy_the_advice_is_to_read_stacks_and_the_fault_only_what_the_kernel_shows(
+    waits, fault, remedies
+):
+    seen = [unread(WAITING, POLL), unread(process(WORKERS[0], IN_A_SAMPLE, waits), waits)]
+    found = only(stacks(training(), *seen, budgets=9))
+    texts = [one.text for one in found.advice]
+    assert texts[0].startswith("Install py-spy, or give Tidegauge the right to read stacks")
+    assert (found.fault, texts[1:-1]) == (fault, remedies)
+    assert texts[-1].startswith("Set DataLoader(timeout=...)")
+
+
+def test_without_py_spy_a_training_at_a_futex_gets_no_advice_on_locks():
+    found = only(stacks(training(), unread(process(MAIN, IN_MAIN, LOCK), LOCK), unread(IDLE, POLL), budgets=9))
+    assert found.fault is None
+    assert not [one.text for one in found.advice if "lock" in one.text]
