@@ -260,7 +260,7 @@ class Process:
 
     def evidence(self, dumps_count: int, waits: str | None) -> list[Evidence]:
         """Return where it stands, what it waits for, and its share of a core."""
-        window = f"{dumps_count} dumps of its stacks"
+        window = f"{dumps_count} dumps of its stacks" if self.threads else "state in the kernel"
         values = {
             "stands_in": _place_words(self.frame) if self.frame is not None else None,
             "state": waits,

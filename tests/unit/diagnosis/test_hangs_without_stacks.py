@@ -79,3 +79,10 @@ def test_without_py_spy_a_training_at_a_futex_gets_no_advice_on_locks():
     found = only(stacks(training(), unread(process(MAIN, IN_MAIN, LOCK), LOCK), unread(IDLE, POLL), budgets=9))
     assert found.fault is None
     assert not [one.text for one in found.advice if "lock" in one.text]
+
+
+def test_without_py_spy_the_state_of_a_process_is_not_that_of_dumps_of_its_stacks():
+    found = only(stacks(training(), unread(WAITING, POLL), unread(process(WORKERS[0], IN_A_SAMPLE, LOCK), LOCK)))
+    windows = {fact.name: fact.window for fact in found.evidence}
+    assert windows["state"] == "state in the kernel"
+    assert not [window for window in windows.values() if "stacks" in window]
