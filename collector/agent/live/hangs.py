@@ -24,6 +24,8 @@ CANCEL = "cancel"
 #: Seconds that the command has to end after SIGTERM.
 CANCEL_SECONDS = 30.0
 _POLL_SECONDS = 0.05
+#: Workers that are checked, and dropped if they have ended, whenever one starts; with 1 the list could only grow.
+_CHECKED_COUNT = 2
 
 
 class HangReports:
@@ -45,8 +47,10 @@ class HangReports:
 
     def note_event(self, event: Mapping[str, Any]) -> None:
         """Take note of an event of the run's processes on this host: cancelling ends their workers."""
-        if event["kind"] == "worker-start":
-            self._workers.append(LocalProcess(event["pid"], event["start_ticks"]))
+        if self._is_cancelled and event["kind"] == "worker-start":
+            oldest, others = self._workers[:_CHECKED_COUNT], self._workers[_CHECKED_COUNT:]
+            new = LocalProcess(event["pid"], event["start_ticks"])
+            self._workers[:] = [*others, *filter(LocalProcess.is_alive, oldest), new]
 
     def report(self, run: Run, name: str, findings: Iterable[Finding]) -> None:
         """Report the hangs that are new and certain."""

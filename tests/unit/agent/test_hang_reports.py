@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from collector.agent.live.hangs import HangReports
+from collector.agent.live.outlets import Outlets
 from collector.findings import Evidence, Finding, Locus
 from collector.store import Run
 from training_harness.journal import start_ticks
@@ -70,11 +72,17 @@ def sleepers(run):
         process.wait()
 
 
+def worker_start(pid):
+    return {"kind": "worker-start", "pid": pid, "start_ticks": start_ticks(pid)}
+
+
 def cancel(run, locus, *workers):
-    reports = HangReports("cancel")
+    """Publish a hang of a run whose workers have started."""
+    outlets = Outlets(hangs=HangReports("cancel"))
+    outlets.begin(run)
     for worker in workers:
-        reports.note_event({"kind": "worker-start", "pid": worker.pid, "start_ticks": start_ticks(worker.pid)})
-    reports.report(run, "train", [replace(HANG, locus=locus)])
+        outlets.note_event(worker_start(worker.pid))
+    outlets.publish([replace(HANG, locus=locus)])
     for thread in threading.enumerate():
         if thread.name == "cancel":
             thread.join()
@@ -92,6 +100,23 @@ def test_cancelling_ends_all_workers_since_several_may_stand_at_one_lock(run, sl
     cancel(run, Locus(host=socket.gethostname()), worker)
     assert worker.wait(timeout=30) == -signal.SIGKILL
     assert bystander.poll() is None
+
+
+def test_workers_that_have_ended_are_dropped_and_those_that_live_stay():
+    reports = HangReports("cancel")
+    reports.note_event(worker_start(os.getppid()))
+    for number in range(300):
+        reports.note_event({"kind": "worker-start", "pid": 2**22 + 1 + number, "start_ticks": 1})
+    reports.note_event(worker_start(os.getpid()))
+    pids = [worker.pid for worker in reports._workers]
+    assert {os.getpid(), os.getppid()} <= {*pids}
+    assert len(pids) < 10
+
+
+def test_workers_are_noted_only_to_be_ended():
+    reports = HangReports("echo")
+    reports.note_event(worker_start(os.getpid()))
+    assert reports._workers == []
 
 
 def test_an_empty_command_is_refused():
