@@ -125,19 +125,19 @@ def test_a_python_process_that_the_training_started_is_in_the_dumps(tmp_path, ro
 class Foreign:
     """A process without hooks whose CPU time is set by hand; its main thread stands in one place."""
 
-    def __init__(self, directory, frames, waits):
+    def __init__(self, directory, frames, waits, *, read=None, state="S"):
         self.now = 0.0
         self.taken = []
         self._ticks = self._read_bytes = 0
+        self._state = state
         self._stat = directory / "proc" / "500" / "stat"
         self._stat.parent.mkdir(parents=True)
         self._stat.with_name("cmdline").write_bytes(b"python\0train.py\0")
         self._stat.with_name("environ").write_bytes(b"")
         stack = Stack(locus=Locus(), thread="MainThread", frames=tuple(frames), waits=waits)
         roles = ProcessRoles(HOST, lambda pid: 77, boot_offset_ns=0)
-        self._watch = HangWatch(
-            directory, HOST, roles, proc=str(directory / "proc"), read=lambda pid, where, proc: [stack]
-        )
+        read = read or (lambda pid, where, proc: [stack])
+        self._watch = HangWatch(directory, HOST, roles, proc=str(directory / "proc"), read=read)
 
     def run(self, seconds, ticks_per_second=0, bytes_per_second=0):
         for _ in range(seconds):
@@ -145,7 +145,7 @@ class Foreign:
             self._read_bytes += bytes_per_second
             self._stat.with_name("io").write_text(f"rchar: {self._read_bytes}\nwchar: 0\n")
             self._ticks += ticks_per_second
-            self._stat.write_text(f"500 (python) S 1 {'0 ' * 9}{self._ticks} 0 {'0 ' * 6}77 0")
+            self._stat.write_text(f"500 (python) {self._state} 1 {'0 ' * 9}{self._ticks} 0 {'0 ' * 6}77 0")
             if (fields := self._watch.tick(round(self.now * 1e9), [LocalProcess(500, 77)])) is not None:
                 self.taken.append((self.now, fields))
         return self
@@ -175,6 +175,19 @@ def test_a_run_without_hooks_that_idles_with_work_pending_is_recorded(tmp_path):
 def test_a_run_without_hooks_that_a_signal_has_suspended_is_recorded(tmp_path):
     foreign = Foreign(tmp_path, FOR_REQUESTS, SUSPENDED).run(60, ticks_per_second=50).run(130)
     assert len(foreign.taken) == SERIES_DUMPS
+
+
+@pytest.mark.parametrize(("state", "count"), [("T", SERIES_DUMPS), ("S", 0)], ids=["suspended", "asleep"])
+def test_a_run_without_hooks_and_stacks_is_recorded_only_if_a_signal_has_suspended_it(tmp_path, state, count):
+    def refuse(pid, where, proc):
+        raise StackError("not allowed here")
+
+    foreign = Foreign(tmp_path, [], None, read=refuse, state=state)
+    thread = tmp_path / "proc" / "500" / "task" / "500" / "stat"
+    thread.parent.mkdir(parents=True)
+    thread.write_text(f"500 (python) {state} 1 0")
+    foreign.run(60, ticks_per_second=50).run(130)
+    assert [fields["processes"][0]["waits"] for _, fields in foreign.taken] == [SUSPENDED] * count
 
 
 def test_stacks_say_when_a_process_last_received_data(tmp_path):
