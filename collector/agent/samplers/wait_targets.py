@@ -15,7 +15,7 @@ from collector.stacks import AT_SHARED_LOCK, AWAITS_CHILD, ONE_ENDLESS, wait_wor
 from training_harness.journal import stat_fields
 
 #: Machine -> numbers of the system calls whose first argument is a descriptor: read, write, send, receive, accept,
-#: connect, fsync, flock, fcntl and their like; and those of wait4 and waitid.
+#: connect, fsync, flock, fcntl and their like.
 _OF_DESCRIPTOR = {
     "x86_64": frozenset({0, 1, 17, 18, 19, 20, 42, 43, 44, 45, 46, 47, 72, 73, 74, 75, 288}),
     "aarch64": frozenset({25, 32, 63, 64, 65, 66, 67, 68, 82, 83, 202, 203, 206, 207, 211, 212, 242}),
@@ -25,12 +25,14 @@ _STANDARD_INPUT = 0
 _MOST_CHILDREN = 3
 #: Begin of the words for a child that itself waits for something.
 _HELD_UP = ("waiting for", "blocked")
-#: epoll_wait and epoll_pwait; their fourth argument is the timeout, -1 for none.
+#: Machine -> numbers of epoll_wait and epoll_pwait; their fourth argument is the timeout, -1 for none.
 _OF_EVENTS = {"x86_64": frozenset({232, 281}), "aarch64": frozenset({22})}
 _NO_TIMEOUT = 0xFFFFFFFF
+#: Machine -> number of wait4; its first argument is the pid of the child.
 _OF_CHILD = {"x86_64": frozenset({61}), "aarch64": frozenset({260})}
-#: futex; its second argument has this bit where only threads of one process share the lock.
+#: Machine -> number of futex; its first argument is the address of the lock.
 _OF_FUTEX = {"x86_64": frozenset({202}), "aarch64": frozenset({98})}
+#: Bit of the second argument of futex: only the threads of one process use the lock.
 _FUTEX_PRIVATE_FLAG = 128
 
 
@@ -47,7 +49,10 @@ def own_wait(proc: str, pid: int, thread: int) -> str | None:
 
 
 def _is_in_shared_memory(proc: str, pid: int, thread: int) -> bool:
-    """Return whether a thread waits at a futex that other processes map, too; the end of a thread is none."""
+    """Return whether a thread waits at a futex in memory that processes share.
+
+    A wait for the end of a thread lacks the private flag, too, but its futex is in the memory of one process.
+    """
     words = (procfs.read_file(f"{proc}/{pid}/task/{thread}/syscall") or b"").split()
     if len(words) < 3 or not words[0].isdigit() or int(words[0]) not in _OF_FUTEX.get(os.uname().machine, ()):
         return False

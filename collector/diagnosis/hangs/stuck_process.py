@@ -60,9 +60,10 @@ AWAITS_THREADS = "waiting to end until its other threads end"
 AWAITS_NOTICE = "waiting for a thread to wake it"
 #: The same of `multiprocessing`, which another process ends.
 AWAITS_PROCESS = "waiting for another process to wake it"
-#: A lock or a semaphore of `multiprocessing`. Nothing frees it when the process that holds it ends.
+#: A lock or a semaphore of `multiprocessing`, by the library's code in the stack.
 AWAITS_SHARED_LOCK = "blocked on a lock of multiprocessing"
-#: The same where the library's own code does not show, as in `acquire()`, or of another library.
+#: Waits for a lock that processes share, by the stack and, where no such code is in it, as of `acquire()`, by the
+#: kernel. Nothing frees the lock when the process that holds it ends.
 SHARED_LOCKS = (AWAITS_SHARED_LOCK, AT_SHARED_LOCK)
 #: Waits that only a thread of the same process can end.
 _ENDED_BY_THREAD = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK, AWAITS_NOTICE)
@@ -120,7 +121,7 @@ class Process:
         moved_seconds_ago: time since it, or a child of it, moved bytes; None if it did not in this silence.
         received_seconds_ago: the same of bytes of its TCP connections.
         unread_waits: what its main thread waits for, where its stacks could not be read; None if unknown.
-        error: why they could not.
+        error: why its stacks could not be read; None if they were.
     """
 
     key: ProcessKey
