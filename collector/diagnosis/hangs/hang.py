@@ -8,6 +8,7 @@ chain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.exceptions import raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import SEVERITIES, Advice, Finding, Severity, extended, fact
 from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import AT_FUTEX, AT_LOCK, POLLS, WAITS_FOR_BATCH
@@ -343,14 +344,30 @@ def _with_lost_thread(life: Lifecycle, hang: Finding, process: Process, until_ns
 
 
 def _ended_ranks(life: Lifecycle, process: Process, until_ns: float) -> list[str]:
-    """Return the names of the other ranks of a training that ended before a dump of stacks."""
+    """Return the names of the other ranks of the same training that ended before a dump of stacks.
+
+    A run may have several trainings, in turn or at once. The ranks of one live at the same time, and no two of its
+    launchers start the same rank.
+    """
+    own_rank = process.locus.rank
+    ranks = {key: rank for key in life.mains if (rank := rank_of(life.tables, key)) is not None}
+    rivals = {life.launcher(key) for key, rank in ranks.items() if rank == own_rank} - {life.launcher(process.key)}
+    newest = {rank: key for key, rank in ranks.items() if life.launcher(key) not in rivals}  # in order of time
+    began_ns = _first_seen_ns(life, process.key)
     found = []
-    for key in life.mains:
-        rank, samples = rank_of(life.tables, key), sampled(life.tables, key)
-        is_other = None not in (rank, process.locus.rank) and rank != process.locus.rank
-        if is_other and (floats(samples, "time_ns")[floats(samples, "alive") == 0] <= until_ns).any():
+    for rank, key in newest.items():
+        samples = sampled(life.tables, key)
+        times, alive = floats(samples, "time_ns"), floats(samples, "alive")
+        has_ended = (times[alive == 0] <= until_ns).any() and (times[alive == 1] >= began_ns).any()
+        if own_rank is not None and rank != own_rank and has_ended:
             found.append(life.name(key))
     return found
+
+
+def _first_seen_ns(life: Lifecycle, key: ProcessKey) -> float:
+    """Return the time of the first record of a process: its own, or a sample of it."""
+    written_ns = [float(event["time_ns"]) for event in life.tables.events if writer_of(event) == key]
+    return min([*written_ns, *floats(sampled(life.tables, key), "time_ns")], default=math.inf)
 
 
 def _lost_processes(

@@ -80,6 +80,10 @@ class Lifecycle:
             if (key := writer_of(event)) and (key[0], event.get("parent_pid"), key[1]) not in workers
         }
 
+    def launcher(self, key: ProcessKey) -> tuple[str, int | None] | None:
+        """Return the host and pid of the process that started a training process; None for another process."""
+        return self._attempts[key][0] if key in self._attempts else None
+
     def of_last_attempt(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of a stream without those of replaced processes: their steps were repeated, or lost."""
         for host, pid, ticks in self.replaced:

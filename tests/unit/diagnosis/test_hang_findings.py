@@ -346,16 +346,6 @@ def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
     assert "rank 1 (pid 200) has had no batch for 33 s; 1 other rank waits for it" in finding.summary
 
 
-@pytest.mark.parametrize(("ended_at", "told"), [(20.0, True), (90.0, False)])
-def test_a_rank_that_had_ended_before_is_named_where_another_one_waits_in_a_collective(ended_at, told):
-    script = stacks(two_ranks(), process(MAIN, IN_BACKWARD, LOCK), silent=(MAIN,))
-    seconds, size = [START_SECONDS + 10, START_SECONDS + ended_at], [2**30] * 2
-    sample_process(script, seconds, OTHER_RANK, ROLE_MAIN, private=size, rss=size, alive=[1, 0])
-    finding = only(script)
-    assert ("Rank 1 (pid 200) had ended by then, and enters no collective." in finding.summary) == told
-    assert ("waiting in a collective" in finding.summary) == told
-
-
 IN_ALL_REDUCE = [["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], ["step", "/home/me/train.py", 20]]
 MISSING = "ank 1 has not entered all_reduce number 3 of default_pg, in which rank 0 waits (train.py:20)"
 
