@@ -13,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
-#: Names of options; "max-tokens" and "tokenizer" are none of a secret.
-_SECRET_NAME = re.compile(r"token(?!s|i[sz])|secret|passw|credential|(?:api|access|private)[-_]?key", re.IGNORECASE)
+#: Parts of the names of options. Values behind the first three need not look like a key.
+_SURE_NAME = re.compile(r"secret|passw|credential", re.IGNORECASE)
+_SECRET_NAME = re.compile(rf"{_SURE_NAME.pattern}|token|(?:api|access|private)[-_]?key", re.IGNORECASE)
+#: Parts of names that are about the tokens of a language model.
+_TEXT_TOKENS = re.compile(r"(?<![a-z])(?:max|min|num|n|new|total)[-_][\w-]{0,40}?tokens|tokeni[sz]", re.IGNORECASE)
+_NUMBER = re.compile(r"[\"']?[+-]?[\d._]{1,40}(?:e[+-]?\d{1,3})?[\"']?", re.IGNORECASE)
 #: User and password in a URL.
 _URL_CREDENTIALS = re.compile(r"://[^/\s@]+@")
 #: Values in the query of a URL that sign it or give access.
@@ -26,20 +30,25 @@ _URL_QUERY = re.compile(
 #: also a part of a text, so that word alone is no such name.
 _NAMED_VALUE = re.compile(
     r"(?P<name>(?:passw(?:or)?d|passphrase|credentials?|(?:api|access|account|private|secret)[-_]?key(?:[-_]?id)?|secret"
-    r"|(?:auth|access|api|refresh|bearer|session|security|hf|hub|github|gitlab|wandb|slack|bot)[-_]?token)"
+    r"|(?:auth|access|api|refresh|bearer|session|security|hf|hub|github|gitlab|wandb|slack|bot)[-_]?tokens?)"
     r"[\"']?\s{0,3}(?:=>|[=:])\s{0,3})"
     r"(?P<value>\"[^\"\n]{1,2000}\"|'[^'\n]{1,2000}'|[^\s\"',;&)\]}]{4,2000})",
     re.IGNORECASE,
 )
 #: A long value with letters and digits behind the word "token".
 _TOKEN = re.compile(r"(\btoken[\"']?\s{0,3}[=:]\s{0,3}[\"']?)(?=[\w.-]{0,200}\d)[\w.-]{16,2000}", re.IGNORECASE)
-#: The same as an option of a command line, whose value is the next word, in quotes where a list of words is shown.
+#: An option of a command line and its value: the next word, in quotes where a list of words is shown.
 _OPTION_VALUE = re.compile(
-    rf"(?P<name>(?<![\w-])--?[\w-]{{0,40}}(?:{_SECRET_NAME.pattern})[\w-]{{0,40}}[\"']?[,\s]\s{{0,3}})"
-    r"(?P<value>\"[^\"\n]{1,2000}\"|'[^'\n]{1,2000}'|(?=[^\s-]{0,200}\d)[^\s\"',;&)\]}-][^\s\"',;&)\]}]{3,2000})",
+    rf"(?<![\w-])(?P<name>--?(?=[\w-]{{0,40}}(?:{_SECRET_NAME.pattern}))[\w-]{{1,100}})(?P<between>[\"']?[=,\s]\s{{0,3}})"
+    r"(?P<value>\"[^\"\n]{1,2000}\"|'[^'\n]{1,2000}'|[^\s\"',;&)\]}-][^\s\"',;&)\]}]{3,2000})",
     re.IGNORECASE,
 )
-_COOKIE = re.compile(r"\b(Cookie[\"']?\s{0,3}[:=]\s{0,3}[\"']?)[\w.-]{1,200}=[^\s\"']{4,2000}", re.IGNORECASE)
+#: All pairs of a cookie's header: up to the closing quote, or to the end of the line.
+_COOKIE = re.compile(
+    r"\b(Cookie[\"']?\s{0,3}[:=,]\s{0,3}b?(?P<quote>[\"'])?)(?=[^\s\"'=;(){}]{1,200}=)"
+    r"(?(quote)(?:(?!(?P=quote)).)*|(?:=\"[^\"\n]*\"|[^\"'\n])*)",
+    re.IGNORECASE,
+)
 _AUTHORIZATION = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,2000}", re.IGNORECASE)
 _KEY_FORMS = re.compile(
     r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{16,}|xox[abpors]-[\w-]{10,}"
@@ -58,10 +67,24 @@ def redact_text(text: str) -> str:
     text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
     text = _KEY_FORMS.sub(HIDDEN, text)
     text = _COOKIE.sub(rf"\1{HIDDEN}", text)
-    text = _OPTION_VALUE.sub(rf"\g<name>{HIDDEN}", text)
+    text = _OPTION_VALUE.sub(_without_value, text)
     text = _URL_QUERY.sub(rf"\1{HIDDEN}", text)
     text = _TOKEN.sub(rf"\1{HIDDEN}", text)
     return _NAMED_VALUE.sub(rf"\g<name>{HIDDEN}", text)
+
+
+def _without_value(option: re.Match[str]) -> str:
+    name, between, value = option["name"], option["between"], option["value"]
+    # A word behind the name of a key may be one of a sentence.
+    is_likely = _SURE_NAME.search(name) or "=" in between or value[0] in "\"'" or re.search(r"\d", value)
+    return f"{name}{between}{HIDDEN}" if is_likely and _is_secret(name, value) else option[0]
+
+
+def _is_secret(name: str, value: object) -> bool:
+    """Return whether a value behind a name is a secret; a number behind a name such as `token_limit` is none."""
+    if _SURE_NAME.search(name):
+        return True
+    return bool(_SECRET_NAME.search(_TEXT_TOKENS.sub("", name))) and not _NUMBER.fullmatch(str(value))
 
 
 def redact_fields(value: Any) -> Any:
@@ -78,17 +101,20 @@ def redact_fields(value: Any) -> Any:
 def redact(argv: Sequence[str]) -> list[str]:
     """Return a command line without secrets, also where the value of an option is the next word."""
     words: list[str] = []
-    secret_follows = False
+    name_before = ""
     for word in argv:
-        option, equals, _ = word.partition("=")
+        option, equals, value = word.partition("=")
         is_name = option.startswith("-") or (bool(equals) and option.isidentifier())
-        is_secret = is_name and _SECRET_NAME.search(option) is not None
-        hidden = HIDDEN if secret_follows else f"{option}={HIDDEN}" if is_secret and equals else None
-        words.append(redact_text(word) if hidden is None else hidden)
-        secret_follows = is_secret and not equals
+        if name_before and _is_secret(name_before, word):
+            words.append(HIDDEN)
+        elif is_name and equals and _is_secret(option, value):
+            words.append(f"{option}={HIDDEN}")
+        else:
+            words.append(redact_text(word))
+        name_before = option if is_name and not equals else ""
     return words
 
 
 def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the values that are named like secrets."""
-    return {name: HIDDEN if _SECRET_NAME.search(str(name)) else value for name, value in values.items()}
+    return {name: HIDDEN if _is_secret(str(name), value) else value for name, value in values.items()}

@@ -29,8 +29,18 @@ SECRETS = {
     "Azure": ("AccountName=a;AccountKey=abcd1234efgh5678==;EndpointSuffix=x", "abcd1234efgh"),
     "npm": (f"401 for npm_{KEY}", KEY),
     "cookie": (f"headers {{'Cookie': 'session={KEY}'}}", KEY),
+    "cookie behind another": (f"Cookie: theme=dark1; session={KEY}", KEY),
+    "cookie behind a short one": (f"GET /runs\nCookie: a=1; session={KEY}\nHost: x", KEY),
+    "cookie in quotes behind another": (f"headers {{'Cookie': 'lang=en; session={KEY}'}}", KEY),
+    "cookie behind a value in quotes": (f'Set-Cookie: lang="en"; session={KEY}', KEY),
+    "cookie for curl": (f'curl -H "Cookie: a=1; session={KEY}" https://x', KEY),
     "command that failed": ("Command '['mysql', '--password', 'hunter2x', '-e']' returned 1", "hunter2x"),
     "option": ("run --hf-token q1w2e3r4 --lr 0.1", "q1w2e3r4"),
+    "option of several": ("run --auth-tokens q1w2e3r4 --lr 0.1", "q1w2e3r4"),
+    "option of several with =": ("run --api-tokens=q1w2e3r4 --lr 0.1", "q1w2e3r4"),
+    "several as a keyword": ("login(hf_tokens='q1w2e3r4')", "q1w2e3r4"),
+    "password of letters": ("run --password hunter --lr 0.1", "hunter"),
+    "password of a tokenizer": ("run --tokenizer-password hunter", "hunter"),
     "private key cut off": ("-----BEGIN PRIVATE KEY-----\nMIIEow", "MIIEow"),
 }
 
@@ -54,6 +64,7 @@ def test_a_secret_is_hidden_and_the_words_before_it_stay(place):
         "KeyError: 'password'",
         "Command '['train.py', '--tokenizer', 'bert-base-2', '--max-tokens', '4096']' returned 1",
         "give --api-key before the first request",
+        "run --token-limit 4096 --token-dropout 0.12345 --max-new-tokens 1e4 --num_tokens=8192",
         "commit 5a4fcf1d0c4c4f0d8b1f8f3f6b8a5a0a1b2c3d4e",
         "DataLoader worker (pid 4711) is killed by signal: Killed.",
     ],
@@ -64,6 +75,7 @@ def test_an_ordinary_message_stays_as_it_is(text):
 
 def test_a_long_hostile_message_is_redacted_in_linear_time():
     text = "password" * 20_000 + "=" * 20_000 + "token: " * 20_000 + "--token" * 20_000 + "Cookie: " * 20_000
+    text += 'Cookie: a="' * 20_000 + "--max-" * 20_000 + "Cookie: 'a=" * 20_000
     assert len(redact_text(text)) > 100_000
 
 
@@ -73,9 +85,16 @@ def test_words_of_a_command_line_are_hidden_behind_their_options_and_by_their_fo
 
 
 def test_tokens_of_a_language_model_are_no_secrets():
-    command = ["train.py", "--tokenizer", "bert", "--max-tokens=512", "--num_tokens", "8"]
+    command = ["train.py", "--tokenizer", "bert", "--max-tokens=512", "--num_tokens", "8", "--token-limit", "4096"]
     assert redact(command) == command
-    assert redact_values({"max_tokens": 512, "tokenizer": "bert"}) == {"max_tokens": 512, "tokenizer": "bert"}
+    settings = {"max_tokens": 512, "tokenizer": "bert", "token_dropout": 0.1, "max_new_tokens": "auto"}
+    assert redact_values(settings) == settings
+
+
+def test_several_tokens_that_give_access_are_hidden_as_one_is():
+    command = ["train.py", "--auth-tokens", "abc", "--api-tokens=abc", "--even_auth_tokens", "abc"]
+    assert redact(command) == ["train.py", "--auth-tokens", "***", "--api-tokens=***", "--even_auth_tokens", "***"]
+    assert redact_values({"hf_tokens": ["abc"], "password": 1234}) == {"hf_tokens": "***", "password": "***"}
 
 
 def test_no_event_stores_a_secret_however_deep_it_lies(tmp_path):
