@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.recorded_runs import unpack
+from collector.commands.programs.mcp import Tools
+from tests.recorded_runs import records_of, unpack
 from training_harness.records import STREAMS
 
 
@@ -69,8 +70,59 @@ def test_every_stream_has_series(ask):
         text, is_error = ask("series", run="latest", stream=stream.name, column=column, points=2)
         assert not is_error, text
         assert text.startswith("seconds,pid,")
-    text, _ = ask("series", run="latest", stream="fetch", column="getitem_ns", points=2)
-    assert len({row["loader"] for row in csv.DictReader(io.StringIO(text))}) == 1
+
+
+def test_each_device_of_a_process_has_a_series_of_its_own(tmp_path):
+    unpack("two-devices", tmp_path)
+    text = Tools(tmp_path).series("latest", "device_memory", "allocated_bytes", points=1)
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["device"] for row in rows] == ["0", "1"]
+    assert len({row["pid"] for row in rows}) == 1
+
+
+def test_a_long_line_of_a_chart_keeps_its_peak_and_its_end(tmp_path):
+    unpack("main-leak", tmp_path)
+    tools = Tools(tmp_path)
+
+    def lines(points):
+        text = tools.charts("leak-timeline", points=points)
+        return dict(re.findall(r"^([^:\n]+): (\S+:[\d.].*)$", text, re.MULTILINE))
+
+    whole, thin = lines(500), lines(4)
+    long = [name for name, points in whole.items() if "max" not in points and points.count(":") > 8]
+    assert long
+    for name in long:
+        values = [float(point.partition(":")[2]) for point in whole[name].split() if not point.endswith("—")]
+        maxima = [float(value) for value in re.findall(r"\(max ([\d.]+)\)", thin[name])]
+        assert max(maxima) == max(values)
+        assert thin[name].count("max") == 4
+
+
+def test_lines_that_training_waits_for_are_boxes_with_their_samples(tmp_path):
+    run = unpack("inline-loading", tmp_path)
+    logs = {path: list(map(json.loads, path.read_text().splitlines())) for path in run.glob("events/*.jsonl")}
+    [(log, start)] = [
+        (path, event) for path, events in logs.items() for event in events if event["kind"] == "process-start"
+    ]
+    times = [int(time_ns) for time_ns in records_of(run, "step")["time_ns"][20:60]]
+    series = {
+        "kind": "stack-series",
+        "time_ns": times[-1],
+        "of_pid": start["pid"],
+        "of_start_ticks": start["start_ticks"],
+        "times_ns": times,
+        "frames": [
+            ["load<T>", "/home/me/data.py", 57, "time.sleep(0.1)", None],
+            ["fetch", "/x/site-packages/torch/utils/data/_utils/fetch.py", 54, None, "other"],
+        ],
+        "stacks": [[0, 1]],
+        "processes": [{"pid": start["pid"], "samples": [0] * len(times)}],
+        "cpu_seconds": 0.2,
+    }
+    with log.open("a") as file:
+        file.write(json.dumps(start | series) + "\n")
+    text = Tools(tmp_path).charts("worker-stalls")
+    assert "awaited time: 40\n  load<T>  data.py:57: 40" in text
 
 
 def test_charts_of_a_page_are_numbers_with_their_captions(ask):

@@ -6,11 +6,12 @@ It only reads. Texts are compact, since an assistant pays for each word (https:/
 from __future__ import annotations
 
 import functools
+import html
 import importlib
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,18 +68,43 @@ def _reporting(tool: Callable[..., str], error: type[Exception]) -> Callable[...
 
 
 def _chart_text(chart: Any, limit: int) -> str:
-    layout = chart.figure.layout
-    lines = [chart.title, chart.caption, f"x: {layout.xaxis.title.text}, y: {layout.yaxis.title.text}"]
+    lines = [chart.title, chart.caption]
+    axes = chart.figure.layout.xaxis.title.text, chart.figure.layout.yaxis.title.text
+    if any(axes):
+        lines.append(f"x: {axes[0]}, y: {axes[1]}")
     for trace in chart.figure.data:
-        if trace.type == "heatmap":
-            rows = [(f"{trace.name}, y = {y}", trace.x, zs) for y, zs in zip(trace.y, trace.z, strict=True)]
+        if trace.type == "icicle":
+            lines += _boxes(trace)
+        elif trace.type == "heatmap":
+            lines += [
+                f"{trace.name}, y = {y}: {_points(trace.x, zs, limit)}"
+                for y, zs in zip(trace.y, trace.z, strict=True)
+            ]
         else:
-            rows = [(trace.name, trace.x, trace.y)]
-        for name, xs, ys in rows:
-            pairs = list(zip(xs, ys, strict=False))
-            chosen = pairs[:: math.ceil(len(pairs) / limit) or 1]
-            lines.append(f"{name}: " + " ".join(f"{_value_text(x)}:{_value_text(y)}" for x, y in chosen))
+            lines.append(f"{trace.name}: {_points(trace.x, trace.y, limit)}")
     return "\n".join(str(line) for line in lines if line)
+
+
+def _boxes(trace: Any) -> Iterator[str]:
+    """Return the boxes of a flame graph, one a line, each indented below the box that it is a part of."""
+    depths = {"": -1}
+    for place, parent, label, value in zip(trace.ids, trace.parents, trace.labels, trace.values, strict=True):
+        depths[place] = depths[parent] + 1
+        yield f"{'  ' * depths[place]}{html.unescape(label)}: {_value_text(value)}"
+
+
+def _points(xs: Sequence[Any], ys: Sequence[Any], limit: int) -> str:
+    """Return points as x:y; of more points than `limit`, the mean and maximum of each of `limit` parts."""
+    pairs = [(_value_text(x), y) for x, y in zip(xs, ys, strict=False)]
+    if len(pairs) <= limit or any(isinstance(y, str) for y in ys):
+        return " ".join(f"{x}:{_value_text(y)}" for x, y in pairs)
+    texts = []
+    for part in range(limit):
+        chosen = pairs[part * len(pairs) // limit : (part + 1) * len(pairs) // limit]
+        known = [float(y) for _, y in chosen if y is not None and not math.isnan(y)]
+        mean, maximum = (sum(known) / len(known), max(known)) if known else (None, None)
+        texts.append(f"{chosen[0][0]}:{_value_text(mean)} (max {_value_text(maximum)})")
+    return " ".join(texts)
 
 
 def _value_text(value: Any) -> str:
@@ -162,7 +188,8 @@ class Tools:
         """Return the charts of a page of the dashboard in numbers: question, caption, axes, and points of lines.
 
         The pages are overview, oom-risk, leak-timeline, gpu-memory, worker-stalls, pipeline-stages, post-mortem and
-        agent-health. Of each line, about `points` points are given, as x:y.
+        agent-health. Points are given as x:y. A line of more than `points` is cut into so many parts, each given as
+        x of its first point, mean and maximum. A flame graph is given as its boxes, with samples.
         """
         found, limit = self._find(run), min(max(points, 1), _POINT_LIMIT)
         with the_app("app.run_charts", "charts need") as app:
