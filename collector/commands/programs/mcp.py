@@ -188,7 +188,7 @@ class Tools:
         """Return the charts of a page of the dashboard in numbers: question, caption, axes, and points of lines.
 
         The pages are overview, oom-risk, leak-timeline, gpu-memory, worker-stalls, pipeline-stages, post-mortem and
-        agent-health. Points are given as x:y. A line of more than `points` is cut into so many parts, each given as
+        agent-health. Points are given as x:y. A line of more than `points` is cut into that many parts, each given as
         x of its first point, mean and maximum. A flame graph is given as its boxes, with samples.
         """
         found, limit = self._find(run), min(max(points, 1), _POINT_LIMIT)
