@@ -361,6 +361,7 @@ EVENTS: dict[EventKind, Event] = {
         "it begins to follow the run",
         Field("resumed", "bool", "true: the run had a collector before"),
         Field("investigates", "bool", "true: by `--investigate`, it asks processes that leak for the lines"),
+        Field("acts_before_oom", "bool", "true: `--before-oom` gives an action before a limit is met"),
         _COMMAND_PID,
     ),
     "collector-stop": _event(
@@ -454,9 +455,7 @@ EVENTS: dict[EventKind, Event] = {
         ),
         Field("error", "str", "why it cannot be read; then it has no groups"),
     ),
-    "hang-cancelled": _event(
-        _COLLECTOR, "it ends the command, because of a hang and `--on-hang cancel`", _COMMAND_PID
-    ),
+    "hang-cancelled": _event(_COLLECTOR, "it ends the command after a hang, by `--on-hang cancel`", _COMMAND_PID),
     "before-oom": _event(
         _COLLECTOR,
         "a limit is near, and `--before-oom` or `on_risk` asks for an action; once for each limit, a signal once "

@@ -77,6 +77,7 @@ class Agent:
             "collector-start",
             resumed=resumed,
             investigates=outlets is not None and outlets.investigates,
+            acts_before_oom=outlets is not None and outlets.before_oom.is_wanted,
             command_pid=command.pid if command else None,
         )
         self._problems = Problems(self._events)

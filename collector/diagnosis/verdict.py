@@ -22,7 +22,6 @@ from collector.diagnosis.memory.gpu_growth import find_device_growth
 from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
 from collector.diagnosis.memory.heap_leaks import find_leaks
 from collector.diagnosis.memory.host_oom_risk import find_host_risk
-from collector.diagnosis.memory.resources import CHECKPOINT
 from collector.diagnosis.memory.shared_memory import find_shared_memory
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -88,10 +87,8 @@ def diagnose(tables: RunTables) -> Verdict:
     awaited = [_unless_damaged(None, awaited_time, finding, tables) for finding in findings]
     cwd = tables.manifest.get("cwd")
     lined = (add_waiting_lines(*both, cwd) for both in zip(findings, awaited, strict=True))
-    words = {"-- COMMAND": f"-- {command_words(tables.manifest)}"}
-    if tables.events_of("risk-listener") or tables.events_of("before-oom"):
-        words = {CHECKPOINT: "", **words}
-    judged = tuple(_with_words(finding, words) for finding in lined)
+    command = command_words(tables.manifest)
+    judged = tuple(_with_command(finding, command) for finding in lined)
     return Verdict(
         findings=judged,
         checks=checks_of(tables, judged),
@@ -120,15 +117,14 @@ def command_words(manifest: Mapping[str, Any]) -> str:
     return words if is_whole and len(words) <= _LONGEST_COMMAND and "`" not in words else "COMMAND"
 
 
-def _with_words(finding: Finding, words: Mapping[str, str]) -> Finding:
-    """Return the finding with words of its advice replaced, as by the run's own command, to copy and run."""
-    advice = finding.advice
-    for old, new in words.items():
-        advice = tuple(
-            replace(each, text=each.text.replace(old, new), expected=each.expected.replace(old, new))
-            for each in advice
-        )
-    return replace(finding, advice=advice)
+def _with_command(finding: Finding, command: str) -> Finding:
+    """Return the finding with the run's own command in its advice, to copy and run."""
+    old, new = "-- COMMAND", f"-- {command}"
+    advice = (
+        replace(each, text=each.text.replace(old, new), expected=each.expected.replace(old, new))
+        for each in finding.advice
+    )
+    return replace(finding, advice=tuple(advice))
 
 
 def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:

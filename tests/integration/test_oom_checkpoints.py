@@ -77,6 +77,7 @@ def test_healthy_training_is_left_alone(run_near_limit):
     done, saved, [run] = run_near_limit("plain-signal", 120, "--before-oom", "USR1", "--restart-on-oom", "1")
     assert (done.returncode, saved) == (0, []), done.stderr
     assert events_of(run, "before-oom") == []
+    assert [start["acts_before_oom"] for start in events_of(run, "collector-start")] == [True]
 
 
 def test_variable_that_is_no_number_of_attempts_is_ignored(tmp_path, monkeypatch, under_tidegauge):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collector.diagnosis.memory.leak import GrowingUse
-from collector.diagnosis.memory.resources import Resource
+from collector.diagnosis.memory.resources import WITH_CHECKPOINT, Resource
 from collector.diagnosis.run.columns import SECOND_NS, finite, median, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, writer_of
@@ -116,8 +116,17 @@ def exhaustion_finding(course: Course) -> Finding:
         rate=growing.rate,
         limit=limit,
         eta=eta,
-        advice=course.resource.risk_advice,
+        advice=tuple(
+            each if _acts_before_oom(tables) else WITH_CHECKPOINT.get(each, each)
+            for each in course.resource.risk_advice
+        ),
     )
+
+
+def _acts_before_oom(tables: RunTables) -> bool:
+    """Return whether something is done before a limit is met: by `--before-oom`, or a function of the training."""
+    has_option = any(event.get("acts_before_oom") for event in tables.events_of("collector-start"))
+    return has_option or bool(tables.events_of("risk-listener"))
 
 
 def full_finding(

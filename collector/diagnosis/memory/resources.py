@@ -242,15 +242,17 @@ UNRECORDED = replace(
     "taking memory: {rise} so far, {slope}/s.",
     unconfirmed="{grows} Tensors or a library: the allocators of these processes are not recorded.",
 )
-#: End of an advice, for a run that does nothing before a limit is met.
-CHECKPOINT = (
-    ". To save a checkpoint in time, handle SIGUSR1 in the script and start it with `tidegauge run --before-oom "
-    "SIGUSR1 -- COMMAND`"
-)
-_FIX_HOST_GROWTH = Advice(
-    text=f"Fix the growth (see the leak findings){CHECKPOINT}",
-    expected="demand stops growing",
-)
+_FIX_HOST_GROWTH = Advice(text="Fix the growth (see the leak findings)", expected="demand stops growing")
+_FIX_GPU_GROWTH = replace(_FIX_HOST_GROWTH, text="Fix the growth (see the gpu findings)")
+#: Advice -> the same for a run that does nothing before a limit is met.
+WITH_CHECKPOINT = {
+    advice: replace(
+        advice,
+        text=f"{advice.text}. To save a checkpoint in time, handle SIGUSR1 in the script and start it with "
+        "`tidegauge run --before-oom SIGUSR1 -- COMMAND`",
+    )
+    for advice in (_FIX_HOST_GROWTH, _FIX_GPU_GROWTH)
+}
 _RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the peak fits")
 HOST_MEMORY = Resource(
     risk="host-oom-risk",
@@ -294,10 +296,7 @@ LOOK_ELSEWHERE = Advice(
 #: Host memory of which other programs take more than the run.
 HOST_MEMORY_OF_OTHERS = replace(HOST_MEMORY, risk_advice=(LOOK_ELSEWHERE, _RAISE_LIMIT))
 _GPU_ADVICE = (
-    Advice(
-        text=f"Fix the growth (see the gpu findings){CHECKPOINT}",
-        expected="demand stops growing",
-    ),
+    _FIX_GPU_GROWTH,
     Advice(
         text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size -- "
         "COMMAND` finds the largest that fits), activation checkpointing, bfloat16",

@@ -78,10 +78,14 @@ def test_a_run_that_saves_before_a_limit_is_not_advised_to_do_so():
     near = (2000 + 300 + 2300) * MIB
     (risk,) = found(ended(RAMP, -9, total=near), "host-oom-risk")
     assert "--before-oom SIGUSR1" in risk.advice[0].text
-    saving = ended(RAMP, -9, total=near)
-    saving.event(START_SECONDS, "risk-listener", MAIN, lead_seconds=60.0)
-    (risk,) = found(saving, "host-oom-risk")
-    assert risk.advice[0].text == "Fix the growth (see the leak findings)"
+    for kind, process, fields in (
+        ("risk-listener", MAIN, {"lead_seconds": 60.0}),
+        ("collector-start", COLLECTOR, {"acts_before_oom": True}),
+    ):
+        saving = ended(RAMP, -9, total=near)
+        saving.event(START_SECONDS, kind, process, **fields)
+        (risk,) = found(saving, "host-oom-risk")
+        assert risk.advice[0].text == "Fix the growth (see the leak findings)"
 
 
 def test_growth_in_a_time_no_longer_than_three_pauses_before_it_may_be_that_of_a_step():
