@@ -334,7 +334,7 @@ def _run(
 
     A command that ends with the exit status `discards` leaves neither run nor card.
     """
-    from collector.agent.launch import run_command
+    from collector.agent.launch import EXIT_SIGNAL_BASE, run_command
 
     disabled = os.environ.get(DISABLED_VARIABLE) == "1"
     if os.environ.get(STORE_VARIABLE) and not disabled:
@@ -349,8 +349,10 @@ def _run(
     if outcome.run is not None and outcome.exit_status == discards:
         shutil.rmtree(outcome.run.path, ignore_errors=True)
     elif outcome.run is not None and outcome.is_stored:
-        # A scheduler may repeat the SIGTERM that ended the command. The next one within the card ends this process.
-        before = signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+        before = signal.getsignal(signal.SIGTERM)
+        if outcome.exit_status == EXIT_SIGNAL_BASE + signal.SIGTERM:
+            # A scheduler may repeat the SIGTERM that ended the command. One is ignored; another ends this process.
+            signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
         try:
             verdict = _judge_and_publish(outcome.run, outlets)
             show_card(outcome.run, verdict, home=home, to_stderr=True)

@@ -81,3 +81,9 @@ def test_card_appears_though_a_scheduler_repeats_its_sigterm(tmp_path):
     done = start(tmp_path, repeat, "sh", "-c", "kill -TERM $$", module="collector.diagnosis.verdict")
     assert done.returncode == 143, done.stderr
     assert "killed, signal 15 (SIGTERM)" in done.stderr
+
+
+def test_one_sigterm_ends_a_slow_verdict_on_a_command_that_ended_by_itself(tmp_path):
+    done = start(tmp_path, "import os; os.kill(os.getpid(), 15)", "true", module="collector.diagnosis.verdict")
+    assert done.returncode == -15, done.stderr
+    assert "finished" not in done.stderr
