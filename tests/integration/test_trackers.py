@@ -2,8 +2,10 @@
 
 import contextlib
 import gzip
+import logging
 import os
 import pty
+import select
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from importlib.util import find_spec
 import pytest
 
 from collector.agent.live.prometheus import View
+from collector.agent.live.tracker_libraries import EVERY_SECONDS
 from collector.agent.live.trackers import Trackers, series
 from collector.findings import Finding, measurements
 from collector.store import Totals
@@ -148,6 +151,8 @@ def test_wandb_without_a_key_does_not_ask_in_the_terminal_of_the_command(run, tm
         os.close(inside)
         shown = b""
         while b"Enter your choice" not in shown and b"\n" not in shown:
+            if not select.select([terminal], [], [], 60)[0]:
+                break
             shown += os.read(terminal, 1000)
         process.kill()
     os.close(terminal)
@@ -225,27 +230,48 @@ def test_opentelemetry_gets_gauges_and_log_records(run, monkeypatch, otlp_endpoi
     assert (record.severity_text, record.body.string_value) == ("WARN", LEAK.summary)
 
 
-def test_opentelemetry_gets_each_point_while_the_run_goes_on(run, monkeypatch, otlp_endpoint):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    address, bodies = otlp_endpoint
+def test_opentelemetry_exports_each_point_when_it_is_made(run, monkeypatch, otlp_endpoint):
+    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+    address, _ = otlp_endpoint
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
-    trackers = Trackers(["otlp"])
+    intervals = []
+
+    class Reader(export.PeriodicExportingMetricReader):
+        def __init__(self, exporter, interval):
+            intervals.append(interval)
+            super().__init__(exporter, interval)
+
+    monkeypatch.setattr(export, "PeriodicExportingMetricReader", Reader)
+    log_to(run, "otlp")
+    assert intervals == [EVERY_SECONDS * 1000], "the library's own interval is 60 s"
+
+
+def test_each_warning_of_a_tracker_is_said_once_and_none_of_another_library(run, monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
+    trackers = Trackers(["tensorboard"])
     trackers.begin(run, "train")
-    trackers.tick(0.0, lambda: view(100, 10.0))
-    trackers.tick(10.0, lambda: view(200, 20.0))
-    wait_for(lambda: "/v1/metrics" in bodies, "nothing was exported; the library's own interval is 60 s", 45)
+    for seconds in (1, 2):
+        logging.getLogger("tensorboard.writer").warning("no answer, retrying in %s s", seconds)
+        logging.getLogger("tensorboard.writer").warning("authentication failed")
+        logging.getLogger("aiohttp.client").warning("unclosed session")
     trackers.close()
+    said = capfd.readouterr().err.splitlines()
+    assert sum("no answer" in line for line in said) == 1
+    assert "tidegauge: tensorboard: no answer, retrying in 1 s" in said
+    assert said.count("tidegauge: tensorboard: authentication failed") == 1
+    assert not any(line.startswith("tidegauge: aiohttp") for line in said)
 
 
-def test_receiver_that_is_unreachable_is_one_line(run, monkeypatch, capfd):
+def test_receiver_that_is_unreachable_is_a_line_for_each_warning(run, monkeypatch, capfd):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
     log_to(run, "otlp")
-    [address, problem] = capfd.readouterr().err.splitlines()
+    [address, problem, outcome] = capfd.readouterr().err.splitlines()
     assert address == "tidegauge: otlp: http://127.0.0.1:9"
     assert problem.startswith("tidegauge: opentelemetry: ")
     assert "refused" in problem
+    assert outcome.startswith("tidegauge: opentelemetry: Failed to export")
 
 
 def test_library_that_fails_is_one_line(run, monkeypatch, capfd):

@@ -55,7 +55,8 @@ class Trackers:
         self._channels: list[_Channel] = []
         self._last: tuple[float, View] | None = None
         self._last_sent: LastSent = {}
-        self._warnings = _FirstWarning()
+        self._warnings = _FirstWarnings()
+        self._loggers = [logging.getLogger(_library(name)) for name in self._makers]
 
     @property
     def is_wanted(self) -> bool:
@@ -64,8 +65,8 @@ class Trackers:
 
     def begin(self, run: Run, name: str) -> None:
         """Open the trackers for a run."""
-        if self.is_wanted:
-            logging.getLogger().addHandler(self._warnings)
+        for logger in self._loggers:
+            logger.addHandler(self._warnings)
         self._channels = [_Channel(tool, make, run, name) for tool, make in self._makers.items()]
 
     def tick(self, now_seconds: float, take_view: Callable[[], View | None]) -> None:
@@ -95,7 +96,8 @@ class Trackers:
         deadline = time.monotonic() + PATIENCE_SECONDS
         for channel in self._channels:
             channel.close(deadline)
-        logging.getLogger().removeHandler(self._warnings)
+        for logger in self._loggers:
+            logger.removeHandler(self._warnings)
 
     def _put(self, call: _Call) -> None:
         for channel in self._channels:
@@ -113,17 +115,23 @@ def _maker(name: str) -> Callable[[Run, str], Tracker]:
     return make
 
 
-class _FirstWarning(logging.Handler):
-    """Handler that writes the first warning of each library: one that cannot reach its server logs each attempt."""
+def _library(name: str) -> str:
+    """Return the name of a tracker's library, and of the logger above all of its own."""
+    return LIBRARIES[name][0].partition("-")[0]
+
+
+class _FirstWarnings(logging.Handler):
+    """Handler that writes each warning of a library once: one that cannot reach its server logs each attempt."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._libraries: set[str] = set()
+        self._known: set[tuple[str, str]] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         library = record.name.partition(".")[0]
-        if library not in self._libraries:
-            self._libraries.add(library)
+        # A library that does not propagate, as MLflow, writes to stderr itself.
+        if (library, str(record.msg)) not in self._known and logging.getLogger(library).propagate:
+            self._known.add((library, str(record.msg)))
             say(f"{library}: {one_line(record.getMessage())}")
 
 
