@@ -39,6 +39,7 @@ from collector.store.lake.reader import read
 from collector.store.prune import delete_runs
 from collector.store.runs.run import Run
 from tests.conftest import tidegauge, wait_for
+from tidegauge import TidegaugeError as ApiError, open_run
 from training_harness import layout
 from training_harness.journal import EventLog
 
@@ -267,6 +268,20 @@ def test_maintenance_merges_small_files_and_keeps_records(environment, tmp_path)
         assert ingester.maintain() == ()
         assert ask_the_lake(run, files) == 1
     assert seen(run) == journalled(run)
+
+
+def test_damaged_files_of_the_store_are_not_blamed_on_the_query(environment, variables, tmp_path):
+    data = tmp_path / "data"
+    environment.setenv("TIDEGAUGE_DATA", str(data))
+    train = ("run", "--run-id", "spoilt", "--", sys.executable, "-c", STEPS)
+    done = tidegauge(tmp_path / "home", *train, **{**variables, "TIDEGAUGE_DATA": str(data)})
+    assert done.returncode == 0, done.stderr
+    files = list(data.glob("**/step/**/*.parquet"))
+    assert files
+    for path in files:
+        path.write_bytes(b"no table")
+    with pytest.raises(ApiError, match="the shared store cannot read its files"):
+        open_run("spoilt", home=tmp_path / "home").stream("step")
 
 
 def test_second_node_with_the_same_host_name_is_refused(environment, tmp_path):

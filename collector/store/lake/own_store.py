@@ -54,6 +54,11 @@ class OwnStore(Store):
         """True once a collector has opened the run."""
         return self.run.catalog_path.exists()
 
+    @property
+    def data(self) -> str:
+        """Path of the folder with the lake's files."""
+        return f"{self.run.data_dir}/"
+
     @contextmanager
     def _open(self) -> Iterator[duckdb.DuckDBPyConnection]:
         if is_new := not self.exists:
@@ -83,7 +88,7 @@ class OwnStore(Store):
     def _place(self, catalog: Path) -> Place:
         return Place(
             catalog=f"sqlite:{catalog}",
-            data=f"{self.run.data_dir}/",
+            data=self.data,
             options="META_JOURNAL_MODE 'WAL', META_BUSY_TIMEOUT 1000",
         )
 

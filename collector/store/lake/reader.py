@@ -191,7 +191,7 @@ class Snapshot:
                 for batch in rows:
                     writer.write_batch(batch)
         except ERRORS as error:
-            if str(self._store.run.data_dir) in str(error):  # else it is about the SQL, or files that it names
+            if self._store.data in str(error):  # else it is about the SQL, or files that it names
                 raise self._store.damaged(error) from None
             raise TidegaugeError(f"the query failed: {error}") from None
 

@@ -47,6 +47,11 @@ class SharedStore(Store):
         self.counted_rows = f"host = {quote(socket.gethostname())}"
         self._remedy = f"the records wait in {run.journal_dir} until it can"
 
+    @property
+    def data(self) -> str:
+        """Path or address of the run's folder in the store."""
+        return postgres.place(self.run.run_id).data
+
     def take_part(self) -> None:
         """Register this node's manifest of the run."""
         mirror.take_part(self.run)
@@ -95,7 +100,7 @@ class SharedStore(Store):
             (f'"{name}"' if name in present else "NULL") + f'::{kind} AS "{name}"'
             for name, kind in lake.TABLES[table]
         )
-        folder = f"{postgres.place(self.run.run_id).data}main/{table}/"
+        folder = f"{self.data}main/{table}/"
         if folder.startswith("/"):
             os.makedirs(folder, exist_ok=True)
         path = quote(f"{folder}{uuid.uuid4()}.parquet")

@@ -42,6 +42,11 @@ class Store(ABC):
     def exists(self) -> bool:
         """False if there is no lake; True if there is one, or if only opening it can show that."""
 
+    @property
+    @abstractmethod
+    def data(self) -> str:
+        """Path or address of the folder with the lake's files."""
+
     def take_part(self) -> None:  # noqa: B027 - a lake of the run's own has no other nodes
         """Register this node's part in the run, at its begin and at its end; raise a TidegaugeError if refused."""
 
