@@ -188,8 +188,8 @@ class Tools:
         """Return the charts of a page of the dashboard in numbers: question, caption, axes, and points of lines.
 
         The pages are overview, oom-risk, leak-timeline, gpu-memory, worker-stalls, pipeline-stages, post-mortem and
-        agent-health. Points are given as x:y. A line of more than `points` is cut into that many parts, each given as
-        x of its first point, mean and maximum. A flame graph is given as its boxes, with samples.
+        agent-health. Points are given as x:y. Where a line has more than `points`, it is cut into that number of
+        parts: x of the first point, mean and maximum. A flame graph is given as its boxes, with samples.
         """
         found, limit = self._find(run), min(max(points, 1), _POINT_LIMIT)
         with the_app("app.run_charts", "charts need") as app:
