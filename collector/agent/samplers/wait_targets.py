@@ -53,12 +53,12 @@ def _is_in_shared_memory(proc: str, pid: int, thread: int) -> bool:
 
     A wait for the end of a thread lacks the private flag, too, but its futex is in the memory of one process.
     """
-    words = (procfs.read_file(f"{proc}/{pid}/task/{thread}/syscall") or b"").split()
-    if len(words) < 3 or not words[0].isdigit() or int(words[0]) not in _OF_FUTEX.get(os.uname().machine, ()):
+    number, arguments = _system_call(proc, pid, thread)
+    if number not in _OF_FUTEX.get(os.uname().machine, ()) or len(arguments) < 2:
         return False
-    if int(words[2], 16) & _FUTEX_PRIVATE_FLAG:
+    address, operation = arguments[:2]
+    if operation & _FUTEX_PRIVATE_FLAG:
         return False
-    address = int(words[1], 16)
     for line in (procfs.read_file(f"{proc}/{pid}/maps") or b"").splitlines():
         bounds, access = line.split(maxsplit=2)[:2]
         begin, _, end = bounds.partition(b"-")
@@ -67,17 +67,25 @@ def _is_in_shared_memory(proc: str, pid: int, thread: int) -> bool:
     return False
 
 
-def wait_target(proc: str, pid: int, thread: int) -> str | None:
-    """Return the address, path, input or process that a thread waits for; None if /proc does not tell."""
+def _system_call(proc: str, pid: int, thread: int) -> tuple[int | None, list[int]]:
+    """Return the number and the arguments of the system call that a thread is in (proc_pid_syscall(5))."""
     words = (procfs.read_file(f"{proc}/{pid}/task/{thread}/syscall") or b"").split()
     if len(words) < 2 or not words[0].isdigit():  # `running`, or `-1` outside of a system call
+        return None, []
+    return int(words[0]), [int(word, 16) for word in words[1:]]
+
+
+def wait_target(proc: str, pid: int, thread: int) -> str | None:
+    """Return the address, path, input or process that a thread waits for; None if /proc does not tell."""
+    number, arguments = _system_call(proc, pid, thread)
+    if number is None:
         return None
-    number, argument, machine = int(words[0]), int(words[1], 16), os.uname().machine
+    argument, machine = arguments[0], os.uname().machine
     if number in _OF_CHILD.get(machine, ()):
         return _child(proc, argument)
     if number in _OF_EVENTS.get(machine, ()):
         listed = procfs.read_file(f"{proc}/{pid}/fdinfo/{argument}") or b""
-        is_endless = int(words[4], 16) & _NO_TIMEOUT == _NO_TIMEOUT
+        is_endless = arguments[3] & _NO_TIMEOUT == _NO_TIMEOUT
         return ONE_ENDLESS if is_endless and listed.count(b"tfd:") == 1 else None
     if number not in _OF_DESCRIPTOR.get(machine, ()):
         return None

@@ -350,6 +350,8 @@ def _ended_ranks(life: Lifecycle, process: Process, until_ns: float) -> list[str
     launchers start the same rank.
     """
     own_rank = process.locus.rank
+    if own_rank is None:
+        return []
     ranks = {key: rank for key in life.mains if (rank := rank_of(life.tables, key)) is not None}
     rivals = {life.launcher(key) for key, rank in ranks.items() if rank == own_rank} - {life.launcher(process.key)}
     newest = {rank: key for key, rank in ranks.items() if life.launcher(key) not in rivals}  # in order of time
@@ -359,7 +361,7 @@ def _ended_ranks(life: Lifecycle, process: Process, until_ns: float) -> list[str
         samples = sampled(life.tables, key)
         times, alive = floats(samples, "time_ns"), floats(samples, "alive")
         has_ended = (times[alive == 0] <= until_ns).any() and (times[alive == 1] >= began_ns).any()
-        if own_rank is not None and rank != own_rank and has_ended:
+        if rank != own_rank and has_ended:
             found.append(life.name(key))
     return found
 
