@@ -356,7 +356,9 @@ def _run(
         try:
             verdict = _judge_and_publish(outcome.run, outlets)
             show_card(outcome.run, verdict, home=home, to_stderr=True)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the command's exit status stands
+        except KeyboardInterrupt:
+            say(f"interrupted before the verdict: `tidegauge report {outcome.run.run_id}` shows it")
+        except Exception as error:  # noqa: BLE001 - the command's exit status stands
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 import traceback
 

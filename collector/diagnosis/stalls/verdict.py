@@ -158,8 +158,10 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
         # Some of a transfer may be a wait for a core, which has no part in one that is seen to be for a lock.
         with_core = 1.0 if wait_in_next(case.loop) == "lock" else 1 - core_waits(case.loop).in_workers
-        is_transfer = steady.transfer * with_core >= _TRANSFER_RATIO * steady.interval
-        contention = find_contention(case, keeps_up=healthy and not others and not is_transfer)
+        transfer_ratio = steady.transfer / steady.interval
+        is_transfer = transfer_ratio * with_core >= _TRANSFER_RATIO
+        keeps_up = healthy and not others and transfer_ratio < _TRANSFER_RATIO
+        contention = find_contention(case, keeps_up=keeps_up)
         if others or not healthy:
             return [*others, *contention]
         if is_transfer:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -192,6 +193,23 @@ def test_home_option_of_a_job_may_be_anywhere(tidegauge, monkeypatch, arguments)
     monkeypatch.setattr(running, "_run", start)
     tidegauge("job", *arguments)
     assert started == [(Path("/h"), ["images", "--steps", "3"])]
+
+
+def test_ctrl_c_before_the_verdict_leaves_the_status_and_says_where_the_verdict_is(
+    tidegauge, monkeypatch, tmp_path
+):
+    run = Run(create_run(tmp_path / "home", name="x", argv=["true"]))
+    monkeypatch.setattr(
+        "collector.agent.launch.run_command", lambda *_, **__: RunOutcome(run=run, exit_status=3, is_stored=True)
+    )
+
+    def judge(_: Run):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(running, "judge", judge)
+    status, _, stderr = tidegauge("run", "--", "true")
+    assert status == 3
+    assert stderr == f"tidegauge: interrupted before the verdict: `tidegauge report {run.run_id}` shows it\n"
 
 
 def test_help_is_shown_without_a_command(tidegauge):
