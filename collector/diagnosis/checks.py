@@ -47,10 +47,11 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
         for finding in findings
         if name in (*KINDS[finding.kind].checks, _OF_PROCESS.get((finding.kind, finding.locus.role)))
     ]
-    if any(finding.severity != "info" or finding.consequence_of for finding in found) or (obstacle and found):
+    growths = [finding for finding in found if finding.group == "memory leak" and finding.severity == "info"]
+    troubles = [finding for finding in found if not finding.is_healthy and finding not in growths]
+    if troubles or any(finding.consequence_of for finding in growths) or (obstacle and found):
         return Check(name=name, status="finding")
     suspects = [finding for finding in findings if name in KINDS[finding.suspected].checks and finding not in found]
-    growths = [finding for finding in found if finding.group == "memory leak"]
     if any(finding.rate for finding in (*growths, *suspects)):
         obstacle = _UNCLEAR
     elif suspects:
