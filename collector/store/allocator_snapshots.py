@@ -74,6 +74,7 @@ class SiteGrowth:
         callers: sites in the user's code that called it, the nearest first.
         device: device of its tensors, "" for Python's own memory.
         made_by: operation that made a tensor that holds its graph, "" for others.
+        in_traceback: True for variables of a frame that ended with an exception, which is kept.
         grown_count: growth of the number of live tensors or blocks.
         grown_bytes: growth of their memory.
         grown_nodes_count: growth of the number of graph nodes that its tensors hold.
@@ -86,6 +87,7 @@ class SiteGrowth:
     grown_count: int
     grown_bytes: int
     grown_nodes_count: int = 0
+    in_traceback: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +112,19 @@ def read_growths(run: Run, events: Sequence[Mapping[str, Any]]) -> tuple[list[Pr
 
     Args:
         run: the run.
-        events: its events. For each process, the newest `growth` snapshot counts, and the first and last allocator
-            snapshot with stacks. A file that is on another node is skipped.
+        events: its events. The `growth` snapshots count, and for each process the first and last allocator snapshot
+            with stacks. A file that is on another node is skipped.
     """
     growths, problems = [], []
-    growth_events, allocator_events = dict[Any, Mapping[str, Any]](), dict[Any, list[Mapping[str, Any]]]()
+    growth_events, allocator_events = list[Mapping[str, Any]](), dict[Any, list[Mapping[str, Any]]]()
     for event in events:
         process = (event["host"], event["pid"], event["start_ticks"])
         if event["kind"] == "snapshot" and event.get("path") and event["what"] == "growth":
-            growth_events[process] = event
+            growth_events.append(event)
         elif event["kind"] == "snapshot" and event.get("pickle"):
             allocator_events.setdefault(process, []).append(event)
     pairs = [(events[0], events[-1]) for events in allocator_events.values() if len(events) > 1]
-    readings = [(read_growth, (event,)) for event in growth_events.values()] + [
-        (_difference, pair) for pair in pairs
-    ]
+    readings = [(read_growth, (event,)) for event in growth_events] + [(_difference, pair) for pair in pairs]
     for read, read_events in readings:
         try:
             growths.append(read(run, *read_events))
@@ -154,6 +154,7 @@ def read_growth(run: Run, event: Mapping[str, Any]) -> ProcessGrowth:
             grown_count=int(row["grown_count"]),
             grown_bytes=int(row["grown_bytes"]),
             grown_nodes_count=int(row["grown_nodes_count"]),
+            in_traceback=bool(row.get("in_traceback")),  # absent in an older file
         )
         for row, (site, *callers) in zip(document["rows"], sites, strict=True)
     ]

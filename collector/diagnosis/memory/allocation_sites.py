@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from collector.diagnosis.memory.leak import CONFIRMED
-from collector.diagnosis.memory.resources import WORKER_HEAP
+from collector.diagnosis.memory.resources import SINGLE_TENSORS, WORKER_HEAP
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Advice, AllocationSite, Finding, extended
 from collector.store import ProcessGrowth, SiteGrowth
@@ -20,6 +20,7 @@ from collector.units import size
 
 _NO_LINE = "no line"
 _GRAPH = "with their graph"
+_EXCEPTION = "held by the traceback of a kept exception"
 #: Advice on workers that take memory without new Python objects: they build no graphs of autograd.
 _NATIVE = Advice(
     text="Look at the C and C++ libraries that the dataset calls (decoders, readers): no new Python object and no "
@@ -54,7 +55,8 @@ def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) 
         for grown in tables.grown
         if all(getattr(finding.locus, name) in (None, {"role": "main", **grown.event}.get(name)) for name in place)
     ]
-    sites = rank_sites(snapshots[-1], device) if snapshots else ()
+    # The newest that shows growth there: another may have traced the host, or steps that kept nothing.
+    sites = next(filter(None, (rank_sites(grown, device) for grown in reversed(snapshots))), ())
     if sites and sites[0].site != _NO_LINE:
         return extended(finding, "", advice=(_cure(sites[0], finding),), held_by=sites)
     if sites:
@@ -97,6 +99,19 @@ def rank_sites(grown: ProcessGrowth, device: str) -> tuple[AllocationSite, ...]:
 
 def _cure(site: AllocationSite, finding: Finding) -> Advice:
     rate = f": {size(finding.rate.value)}/s less" if finding.rate else ""
+    if _EXCEPTION in site.what:
+        return Advice(
+            text=f"Keep no exception with its traceback, whose frames hold the tensors from `{site.site}`: keep "
+            "str(error), or call traceback.clear_frames(error.__traceback__) first",
+            expected=f"they are freed once the exception is handled{rate}",
+        )
+    is_single = {item.text for item in finding.advice} >= {item.text for item in SINGLE_TENSORS.leak_advice}
+    if _GRAPH in site.what and is_single:
+        return Advice(
+            text=f"Keep no tensors from `{site.site}`: use .item() for a number, .detach().cpu() for a tensor. The "
+            "memory is their own; .detach() alone frees only their graph",
+            expected=f"they are freed after their step{rate}",
+        )
     if _GRAPH in site.what:
         return Advice(
             text=f"Keep no graph of the tensors from `{site.site}`: use .item() for a number, .detach() "
@@ -116,6 +131,8 @@ def _allocation_site(lines: list[SiteGrowth], window: str) -> AllocationSite:
     if most.made_by:
         nodes = f", {_nodes(lines):,} nodes" if _nodes(lines) else ""
         what = f"tensors {_GRAPH} ({most.made_by}{nodes})"
+    if most.in_traceback:
+        what = f"tensors {_EXCEPTION}"
     return AllocationSite(
         site=most.site,
         callers=most.callers,

@@ -155,6 +155,17 @@ TENSORS = Resource(
     ),
     confidence=0.95,
 )
+#: Tensors that are kept one or two at a time. The backward pass frees what a graph saved, and leaves its tensors.
+SINGLE_TENSORS = replace(
+    TENSORS,
+    leak_advice=advise(
+        text="Look for what keeps one or two tensors at a time, fewer than a graph with its activations: outputs, "
+        "hidden states or predictions in a list, a cache or a metric without reset (keep .item() or a copy on the "
+        "CPU; .detach() alone frees nothing), slices of larger ones (use .clone()), exceptions kept with their "
+        "traceback",
+        expected="allocated memory stops growing",
+    ),
+)
 FRAGMENTATION = Resource(
     leak="gpu-fragmentation",
     grows="PyTorch's allocator on GPU {device} (pid {pid}) keeps reserving memory that no tensor uses: {rise} "
@@ -346,9 +357,9 @@ GPU_WITHOUT_RECORDS = replace(
 GPU_OF_UNRECORDED = replace(
     GPU_MEMORY,
     risk_advice=advise(
-        text="Look at the run's processes that take no steps. Keep CUDA out of DataLoader workers: make "
-        "tensors on the CPU there, and move batches to the device in the training process. In other "
-        "processes, look for what keeps tensors",
+        text="Look for what keeps tensors in the run's processes that take no steps (`nvidia-smi` shows the memory "
+        "of each). In DataLoader workers, make tensors on the CPU, and move batches to the device in the training "
+        "process",
         expected="the memory of these processes stops growing",
     ),
 )
