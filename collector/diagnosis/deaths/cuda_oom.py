@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.deaths.cuda_errors import ALLOCATED_PEAK, TOTAL, CudaError, cuda_errors, figures_at
-from collector.diagnosis.memory.gpu_growth import step_peak_of, tensor_count_growth, tensors_of
+from collector.diagnosis.memory.gpu_growth import more_tensors, step_peak_of, tensors_of
 from collector.diagnosis.run.allocators import Allocator, allocators
 from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import first_sentences
@@ -105,6 +105,11 @@ _SMALLER_EVALUATION = Advice(
     text="Make the batches of this evaluation or inference smaller, and run it under torch.no_grad()",
     expected="outputs and activations shrink in proportion to the batch",
 )
+_SMALLER_FIRST_BATCH = replace(
+    _SMALLER_EVALUATION,
+    text="Make the batches of this loader smaller: the first one did not fit. If it is an evaluation or inference, "
+    "run it under torch.no_grad()",
+)
 _SMALLER_STATE = Advice(
     text="Take an optimizer whose step needs less: foreach=False (fewer temporaries), SGD, Adafactor or an 8-bit "
     "Adam (less state), or shard its state over several devices (FSDP)",
@@ -127,7 +132,7 @@ class _Scene:
         error: its process, device and event.
         figures: name -> bytes, of `figures_at`.
         growth: the growth of live tensors before it, None if they did not grow.
-        has_more_tensors: whether their number grew too.
+        has_more_tensors: whether their number grew too, as for `gpu-tensor-leak`.
         step_growth: the growth of what a step takes and gives back, None if it did not grow.
         taken_bytes: what tensors took since the last step, NaN if not known.
         usual_bytes: the most that a step before can have taken, for a batch as large as the last one; NaN if not
@@ -141,6 +146,7 @@ class _Scene:
             DataParallel; NaN without one.
         in_evaluation: True if the process never went backward, or its last batches are of a loader whose batches no
             step ever followed.
+        begins_loader: True if its last batch is the first of such a loader: an evaluation, or a further training.
     """
 
     error: CudaError
@@ -157,6 +163,7 @@ class _Scene:
     in_optimizer: bool
     device_peaks: tuple[float, float]
     in_evaluation: bool
+    begins_loader: bool
 
     def of(self, name: str) -> float:
         """Return a figure, NaN if it is not known."""
@@ -266,11 +273,13 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     if len(in_steps) and peak(in_steps) > 0:
         larger = max(1.0, float(payload[-1]) / peak(in_steps))
     phases = [each for each in tables.events_of("phase", by=key) if each["time_ns"] <= at_ns]
+    growth = tensors_of(tables, own).growth() if own is not None else None
+    is_of_new_loader = _is_evaluation(batches, steps_ns)
     return _Scene(
         error=error,
         figures=figures,
-        growth=tensors_of(tables, own).growth() if own is not None else None,
-        has_more_tensors=own is not None and tensor_count_growth(tables, own) is not None,
+        growth=growth,
+        has_more_tensors=own is not None and growth is not None and bool(more_tensors(tables, own, growth)),
         step_growth=step_peak_of(tables, before).growth() if before is not None else None,
         taken_bytes=taken if taken > 0 else math.nan,
         usual_bytes=usual * larger,
@@ -281,7 +290,8 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         # Without an observer the allocators were recorded after the error, in whatever phase.
         in_optimizer=own is not None and "error_time_ns" in event and own.before_optimizer_of(event["step"]),
         device_peaks=_device_peaks(tables, error, [a.before(at_ns) for a in records if a.key == key]),
-        in_evaluation=(len(steps) > 0 and not trains) or (counts[-1] > 1 and _is_evaluation(batches, steps_ns)),
+        in_evaluation=(len(steps) > 0 and not trains) or (counts[-1] > 1 and is_of_new_loader),
+        begins_loader=counts[-1] == 1 and is_of_new_loader,
     )
 
 
@@ -322,6 +332,9 @@ def _summary(scene: _Scene, process: str) -> str:
         text += f", the allocator {size(scene.unallocated_bytes)} more"
         if scene.loaded_state_bytes >= _LEAST_GAIN_RATIO * scene.of("limit_bytes"):
             text += f". {size(scene.loaded_state_bytes)} of the tensors were a state that a model had loaded"
+    elif math.isfinite(scene.of("allocated_bytes")):
+        held, limit = scene.of("allocated_bytes"), scene.of("limit_bytes")
+        text += f". Tensors held {size(held)} of {size(limit)}; the error does not say what held the rest"
     elif math.isfinite(scene.of(ALLOCATED_PEAK)):
         text += ". " if math.isfinite(request) else ". PyTorch's error has no figures. "
         text += f"The allocator had reserved {size(scene.of('reserved_bytes'))}"
@@ -329,6 +342,9 @@ def _summary(scene: _Scene, process: str) -> str:
     if scene.holds_batches:
         text += f". {counted(scene.batch_counts[0], 'batch')} came without a step"
         text += f", in which tensors took {size(scene.taken_bytes)}" if math.isfinite(scene.taken_bytes) else ""
+    if scene.begins_loader and math.isfinite(scene.batch_bytes[0]):
+        sizes = map(size, scene.batch_bytes)
+        text += ". It came with the first batch of a loader, of {}; the largest of others had {}".format(*sizes)
     for name, owner in _OTHERS.items():
         if scene.of(name) >= request:
             text += f". {owner} held {size(scene.of(name))}"
@@ -399,6 +415,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
+    is_larger = last > before and not scene.begins_loader
     count, most = scene.batch_counts
     # The part of what this step took that a step of the usual size, in bytes or batches, would not have taken.
     excess = scene.taken_bytes * (1 - before / last) if last > before else math.nan
@@ -409,6 +426,8 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     growth_gain = math.inf if rise >= held / 2 else rise
     step_rise = math.nan if scene.step_growth is None else scene.step_growth.rise
     steps_grew = scene.step_growth is not None and not (last > before or holds_batches or scene.in_optimizer)
+    # Where the steps take more and more, so does the last batch with its outputs, which the loop still holds.
+    tensor_grew = scene.growth is not None and not scene.has_more_tensors and not (steps_grew and step_rise >= rise)
     beyond_usual = scene.beyond_usual_bytes
     here, elsewhere = scene.device_peaks
     more = scene.of(TOTAL) - scene.of("limit_bytes")
@@ -424,11 +443,11 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
         (_TENSORS_GREW, "your code", scene.growth is not None and scene.has_more_tensors, growth_gain, rise),
-        (_TENSOR_GREW, "your code", scene.growth is not None and not scene.has_more_tensors, growth_gain, rise),
+        (_TENSOR_GREW, "your code", tensor_grew, growth_gain, rise),
         (_LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
         (_EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (_END_OTHERS, "outside", others >= request, others, others),
-        (_BOUND_BATCHES, "your code", last > before, float(np.fmax(last - before, excess)), before),
+        (_BOUND_BATCHES, "your code", is_larger, float(np.fmax(last - before, excess)), before),
         (_BOUND_STEPS, "your code", steps_grew, step_rise, step_rise),
         (_UNUSUAL_STEP, "your code", beyond_usual > 0 and not in_handler, beyond_usual, beyond_usual),
         (_DISTRIBUTE, "your code", here > elsewhere, here - elsewhere, here - elsewhere),
@@ -452,6 +471,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         expected = _NO_CUDA_IN_WORKERS.expected.format(room=room)
         return (replace(_NO_CUDA_IN_WORKERS, expected=expected),), "your code"
     last_resort = _SMALLER_MODEL if scene.is_first and not scene.is_caught else _SMALLER_STEP
+    last_resort = _SMALLER_FIRST_BATCH if scene.begins_loader else last_resort
     last_resort = _SMALLER_EVALUATION if scene.in_evaluation else last_resort
     last_resort = _SMALLER_STATE if scene.in_optimizer else last_resort
     return (*(advice for _, _, advice in supported), last_resort), fault

@@ -39,6 +39,8 @@ from collector.findings import Evidence, Finding, Locus, fact
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
 MIN_RETRY_STEPS = 2
+#: Tensors by which a step adds at least to those kept, if it keeps a graph with what that saved.
+_TENSORS_OF_A_GRAPH = 3
 
 
 def find_device_growth(tables: RunTables) -> list[Finding]:
@@ -103,12 +105,6 @@ def step_peak_of(tables: RunTables, rank: Allocator) -> Use:
     return use_of(tables, rank, "step_peak", in_step)
 
 
-def tensor_count_growth(tables: RunTables, rank: Allocator) -> Growth | None:
-    """Return the growth of the number of live tensors, if it grows and was read."""
-    # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
-    return use_of(tables, rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
-
-
 def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
     """Return the growth of live tensors; without a witness if their number does not grow, or is not known."""
     use, allocated = tensors_of(tables, rank), rank.column("allocated_bytes")
@@ -117,17 +113,21 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
         finding = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
         return [finding] if finding is not None else []
-    return [leak_finding(resources.TENSORS, GrowingUse(use, trend, _more_tensors(tables, rank, trend)))]
+    counts = np.diff(rank.column("allocation_count")[rank.seconds >= trend.since_seconds])
+    is_single = (counts > 0).any() and np.median(counts[counts > 0]) < _TENSORS_OF_A_GRAPH
+    resource = resources.SINGLE_TENSORS if is_single else resources.TENSORS
+    return [leak_finding(resource, GrowingUse(use, trend, more_tensors(tables, rank, trend)))]
 
 
-def _more_tensors(tables: RunTables, rank: Allocator, trend: Growth) -> tuple[Evidence, ...]:
+def more_tensors(tables: RunTables, rank: Allocator, trend: Growth) -> tuple[Evidence, ...]:
     """Return the evidence that tensors are kept: their number rises.
 
     `cudaMallocAsync` does not count them. There the memory that the driver reserves must rise. What a step takes
     for a while must not, as it does with larger batches and with a tensor that is made again, each time larger.
     """
     if np.isfinite(rank.column("allocation_count")).any():
-        counts = tensor_count_growth(tables, rank)
+        # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
+        counts = use_of(tables, rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
         if counts is None:
             return ()
         return (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)

@@ -178,8 +178,9 @@ def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float)
             return full_finding(resources.GPU_FULL_OF_CACHE, limit, used, locus, evidence, steps=steps)
         return full_finding(resources.GPU_MEMORY, limit, used, locus, evidence, steps=steps)
     return cannot_tell(
-        f"In {steps} steps GPU {locus.device} had no memory left until PyTorch released its cache. The use of the "
-        "device is not known, so it is not known whether memory runs out.",
+        f"In {steps} steps an allocation on GPU {locus.device} found no room, and PyTorch released its cache and "
+        "tried again. It is not known whether memory runs out: the use of the device is not known, and where NVML "
+        "fails, PyTorch counts no errors, so the second try may have ended in one that the training caught.",
         retries,
         locus=locus,
         confidence=0.9,

@@ -104,6 +104,8 @@ def test_figures_come_from_the_message_without_an_observer():
     for name in ("requested_bytes", "allocated_bytes", "free_bytes"):
         assert figures[name] == said[name] > 0
     assert found.limit.value == run.streams["device"]["total_bytes"].max()
+    assert "Tensors held" in found.summary
+    assert "does not say what held the rest" in found.summary
 
 
 def test_process_share_that_binds_is_named():
@@ -126,6 +128,13 @@ def test_growth_before_an_error_is_advised_on_first():
     found, advice = post_mortem(recorded("leak-to-the-end"))
     assert advice.startswith("See gpu-tensor-leak first")
     assert "allocated_rise_bytes" in {evidence.name for evidence in found.evidence}
+
+
+def test_growth_is_that_of_gpu_tensor_leak_where_tensors_are_not_counted():
+    """The allocator `cudaMallocAsync` does not count them."""
+    run = with_allocator(recorded("leak-to-the-end"), allocation_count=np.nan)
+    assert "gpu-tensor-leak" in {finding.kind for finding in diagnose(run).findings}
+    assert post_mortem(run)[1].startswith("See gpu-tensor-leak first")
 
 
 def test_growth_that_would_fill_a_larger_share_is_advised_on_first():
@@ -239,6 +248,25 @@ def test_first_evaluation_that_keeps_its_outputs_is_advised_to_let_go():
     assert "Let go" not in advice, "one batch explains it"
 
 
+def test_first_batch_of_another_loader_is_not_compared_with_those_of_the_training():
+    run = recorded("out-of-memory")
+    run = only_rows(run, "step", lambda rows: rows["step"] < rows["step"].max())
+    last = run.streams["batch"]["index"].max()
+    assert last > run.streams["step"]["step"].max()
+    larger = with_columns(
+        run,
+        "batch",
+        lambda rows: {
+            "loader": np.where(rows["index"] == last, 1, 0),
+            "payload_bytes": np.where(rows["index"] == last, 9, 1) * rows["payload_bytes"],
+        },
+    )
+    found, advice = post_mortem(larger)
+    assert "Bound the size of a batch" not in advice
+    assert found.advice[-1].text.startswith("Make the batches of this loader smaller")
+    assert "the first batch of a loader" in found.summary
+
+
 def test_process_that_never_went_backward_needs_no_accumulation():
     run = with_columns(recorded("out-of-memory"), "step", lambda _: {"backward_ns": np.nan, "unit": UNIT_BATCH})
     assert post_mortem(run)[0].advice[-1].text.startswith("Make the batches of this evaluation")
@@ -247,6 +275,20 @@ def test_process_that_never_went_backward_needs_no_accumulation():
 def test_growth_of_one_tensor_is_advised_on_first():
     run = with_allocator(recorded("leak-to-the-end"), allocation_count=flat("allocation_count"))
     assert post_mortem(run)[1].startswith("Find what grew")
+
+
+def test_last_batch_that_the_loop_still_holds_is_no_growth_of_its_own_where_steps_grow():
+    run = recorded("out-of-memory")
+    kept = 2**20 * run.streams["device_memory"]["step"].clip(upper=40) * 4
+    held = with_allocator(
+        run,
+        allocated_bytes=lambda rows: rows["allocated_bytes"] + kept,
+        allocated_peak_bytes=lambda rows: rows["allocated_peak_bytes"] + kept,
+        allocation_count=flat("allocation_count"),
+    )
+    found, advice = post_mortem(held)
+    assert found.value_of("allocated_rise_bytes") > 16 * MIB
+    assert advice == post_mortem(run)[1]
 
 
 def test_retry_in_the_handler_of_an_error_is_advised_against():

@@ -193,6 +193,28 @@ def test_losses_with_their_graphs_rank_before_the_batches_that_these_hold():
     assert [held.site for held in told] == ["a.py:2", "a.py:1"]
 
 
+@pytest.mark.parametrize(("tensors", "first"), [(1, "one or two tensors at a time"), (4, "with their graph")])
+def test_advice_is_about_graphs_only_if_a_step_keeps_as_many_tensors(tensors, first):
+    """A graph keeps what it saved for the backward pass; after that pass only the tensor itself is left."""
+    run = recorded(TENSORS)
+    kept = with_allocator(
+        run, allocation_count=lambda rows: rows["allocation_count"] + (tensors - 1) * rise(rows, "allocation_count")
+    )
+    assert first in only_finding(kept, "gpu-tensor-leak").advice[0].text
+
+
+def test_tensors_that_are_the_memory_themselves_are_not_advised_to_be_detached():
+    run = recorded(TENSORS)
+    [event], held = run.events_of("process-start"), replace(graph("train.py:7 step", 50, 20 * MIB), device="cuda:0")
+    grown = ProcessGrowth(event=event, window="steps 0-50", held_bytes={"cuda:0": 20 * MIB}, lines=(held,))
+    run = replace(run, grown=(grown,))
+    of_graphs = with_allocator(
+        run, allocation_count=lambda rows: rows["allocation_count"] + 3 * rise(rows, "allocation_count")
+    )
+    for tables, first in ((run, "Keep no tensors from"), (of_graphs, "Keep no graph of the tensors from")):
+        assert warnings_of(tables)["gpu-tensor-leak"].advice[0].text.startswith(f"{first} `train.py:7 step`")
+
+
 def test_larger_batches_are_not_called_a_leak():
     assert kinds(with_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
 
