@@ -70,6 +70,6 @@ def test_line_of_memory_that_each_evaluation_keeps_is_named(watched):
     [grown] = run.findings("gpu-tensor-leak")
     lines = (PROGRAMS / "evaluations.py").read_text().splitlines()
     kept = next(number for number, line in enumerate(lines, 1) if "# KEPT" in line)
-    assert f"evaluations.py:{kept} " in grown["held_by"][0]["site"]
+    assert grown["held_by"][0]["site"].endswith(f"evaluations.py:{kept}")
     assert evidence(grown)["steps_between_times_count"] == pytest.approx(40, abs=4)
     assert run.failed_hooks == []

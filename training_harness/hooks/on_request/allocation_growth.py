@@ -126,7 +126,7 @@ class DeviceGrowth(Growth):
     def _start(self) -> None:
         self._is_own = not self._torch._C._cuda_isHistoryEnabled()
         if self._is_own:
-            self._torch.cuda.memory._record_memory_history(enabled="state", stacks="python")
+            self._torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
 
     def _used_ratio(self) -> float:
         return max(self._steps_done / self._steps, (time.monotonic_ns() - self._begun_ns) / DEVICE_LIMIT_NS)
