@@ -21,7 +21,7 @@ from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.columns import SECOND_NS, finite, floats, mean, median
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.statistics.growth import Floats, spread
-from collector.diagnosis.statistics.jumps import jump, rises
+from collector.diagnosis.statistics.jumps import jump, rises, spell
 from collector.units import after_steps, duration
 
 #: Share of its time that a worker idles, below which it has none to spare.
@@ -218,7 +218,8 @@ def without_pauses(durations: Floats) -> Floats:
     return np.minimum(durations, usual)
 
 
-_Kind = Literal["jump", "drift", "first epoch"]
+_Kind = Literal["jump", "spell", "drift", "first epoch"]
+_Place = tuple[float, ...]  # epoch and index of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -226,8 +227,9 @@ class Change:
     """A change of the pace of a loop.
 
     Attributes:
-        since, before: the loop since the change, and before it.
-        kind: whether fetches take another time at once, become longer and longer, or are others in the first epoch.
+        since, before: the loop since the change, and before it; of a spell, the loop outside of it, and in it.
+        kind: whether fetches take another time at once, are longer for a while, become longer and longer, or are
+            others in the first epoch.
         worker: the one whose fetches changed, None if it is not one alone.
         takes, took: the usual time of a fetch since and before, in words.
     """
@@ -239,10 +241,24 @@ class Change:
     takes: str
     took: str
 
+    @property
+    def end_words(self) -> str:
+        """A sentence on the end of a cause that `before` has and `since` lacks."""
+        if self.kind == "first epoch":
+            return "That was so in the first epoch."
+        last_ns = floats(self.before.batches, "time_ns").max()
+        after = self.since.batches[floats(self.since.batches, "time_ns") > last_ns]
+        end = since_words(dataclasses.replace(self.since, batches=after))
+        began = f"began {since_words(self.before)} and " if self.kind == "spell" else ""
+        return f"That {began}ended {end}."
+
     def words(self, *, is_new: bool) -> str:
         """Return a sentence on the change, for a cause that is new since then or not."""
         if self.kind == "first epoch":
             return f"The first epoch is left out: a fetch took {self.took} in it and takes {self.takes} since."
+        if self.kind == "spell":
+            whose = "" if self.worker is None else f" of worker {self.worker}"
+            return f"For a while, a fetch{whose} took {self.took}, and {self.takes} otherwise."
         begin = since_words(self.since)
         if self.kind == "drift":
             judged = f"the verdict is on those {begin} ({self.takes}, before {self.took})"
@@ -255,23 +271,22 @@ class Change:
 def since_change(loop: Loop) -> Change | None:
     """Return the change of a loop since which it is to be judged, None without one.
 
-    Fetches of all workers, or of one, may jump to another time; they may become longer and longer; and those of the
-    first epoch may take another time, as where a cache fills.
+    Fetches of all workers, or of one, may jump to another time, or be longer for a while; they may become longer
+    and longer; and those of the first epoch may take another time, as where a cache fills.
     """
     fetches = _in_order(loop)
     least, second_epoch = max(MIN_BATCHES, 2 * loop.ramp), (loop.batches["epoch"].min() + 1, 0)
-    begin = _jump(fetches, least)
-    if begin is not None and begin != second_epoch:
-        return _change(loop, begin, "jump")
-    if begin is None:
+    places = _jumps(fetches, least)
+    if places and places != [second_epoch]:
+        return _change(loop, places)
+    if not places:
         for worker in map(int, np.unique(floats(fetches, "worker"))):
-            begin = _jump(fetches[fetches["worker"] == worker], MIN_BATCHES)
-            if begin is not None and (change := _change(loop, begin, "jump", worker)):
+            places = _jumps(fetches[fetches["worker"] == worker], MIN_BATCHES)
+            if places and (change := _change(loop, places, worker=worker)):
                 return change
         if rises(_cost(fetches), least):
-            last_third = tuple(fetches[["epoch", "index"]].iloc[len(fetches) * 2 // 3])
-            return _change(loop, last_third, "drift")
-    return _change(loop, second_epoch, "first epoch")
+            return _change(loop, _places(fetches, len(fetches) * 2 // 3), kind="drift")
+    return _change(loop, [second_epoch], kind="first epoch")
 
 
 def _in_order(loop: Loop) -> pd.DataFrame:
@@ -285,27 +300,45 @@ def _cost(fetches: pd.DataFrame) -> Floats:
     return np.log(np.fmax(finite(fetch_ns(fetches)), 1.0))
 
 
-def _jump(fetches: pd.DataFrame, least: int) -> tuple[float, ...] | None:
-    """Return the batch (epoch, index) since which fetches take another time, None without such.
+def _jumps(fetches: pd.DataFrame, least: int) -> list[_Place]:
+    """Return the batch since which fetches take another time, or begin and end of a spell of longer ones, if any.
 
-    A jump to shorter fetches late in the run is left out: it may be the end of an epoch that is fast.
+    A jump to shorter fetches late in the run is left out where it may be the end of an epoch that is fast.
     """
     cost = _cost(fetches)
-    place = jump(cost, max(least, round(_LEAST_SINCE * len(cost))))
-    if place is None or (cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost)):
-        return None
-    return tuple(fetches[["epoch", "index"]].iloc[place])
+    least = max(least, round(_LEAST_SINCE * len(cost)))
+    place = jump(cost, least)
+    if place is None:
+        return _places(fetches, *(spell(cost, least) or ()))
+    is_shorter_late = cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost)
+    return [] if is_shorter_late and _may_end_epoch(fetches, cost, place) else _places(fetches, place)
 
 
-def _change(loop: Loop, begin: tuple[float, ...], kind: _Kind, worker: int | None = None) -> Change | None:
-    """Return the change of a loop, or of one of its workers, at one of its batches.
+def _may_end_epoch(fetches: pd.DataFrame, cost: Floats, place: int) -> bool:
+    """Return whether the fetches since then are the end of an epoch, fast in earlier epochs too, if any."""
+    epochs, indices = floats(fetches, "epoch"), floats(fetches, "index")
+    same = (epochs < epochs[place]) & (indices >= indices[place])
+    usual = np.median(cost[same]) if same.any() else -np.inf
+    return bool(epochs[-1] == epochs[place] and usual < (np.median(cost[:place]) + np.median(cost[place:])) / 2)
+
+
+def _places(fetches: pd.DataFrame, *places: int) -> list[_Place]:
+    """Return the batches at these places of the fetches."""
+    return [tuple(fetches[["epoch", "index"]].iloc[place]) for place in places]
+
+
+def _change(
+    loop: Loop, places: list[_Place], *, kind: _Kind | None = None, worker: int | None = None
+) -> Change | None:
+    """Return the change of a loop, or of one of its workers: a jump at one of its batches, or a spell between two.
 
     None if the usual times of a fetch before and since do not differ, or a part has too few batches.
     """
     tables: list[tuple[pd.DataFrame, pd.DataFrame]] = []
     for rows in (loop.batches, loop.fetches):
         epochs, indices = floats(rows, "epoch"), floats(rows, "index")
-        is_since = (epochs > begin[0]) | ((epochs == begin[0]) & (indices >= begin[1]))
+        is_past = [(epochs > epoch) | ((epochs == epoch) & (indices >= index)) for epoch, index in places]
+        is_since = is_past[0] if len(places) == 1 else ~is_past[0] | is_past[1]
         tables.append((rows[~is_since], rows[is_since]))
     before, since = (
         dataclasses.replace(loop, batches=batches, fetches=fetches)
@@ -321,6 +354,7 @@ def _change(loop: Loop, begin: tuple[float, ...], kind: _Kind, worker: int | Non
     if abs(usual[1] - usual[0]) <= math.log(_REGIME_RATIO) + error:
         return None
     took, takes = (duration(math.exp(cost) / 1e9) for cost in usual)
+    kind = kind or ("jump" if len(places) == 1 else "spell")
     return Change(since=since, before=before, kind=kind, worker=worker, takes=takes, took=took)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from collector.diagnosis.loading.loaders import is_made_again
+from collector.diagnosis.loading.loaders import Loop, is_made_again
 from collector.diagnosis.loading.steady_state import Pace
-from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
+from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank, worker_limit
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.tuning.what_if import Forecast, Option, forecast, option_text
-from collector.findings import Advice, Fault, advise
+from collector.findings import Advice, Fault, Finding, advise
 from collector.units import duration, number, percent, size
 
 #: Advice where processes outside the run use the cores.
@@ -135,6 +135,23 @@ def advise_spells(case: LoadingCase, limit: WorkerLimit, waiting_ratio: float) -
     if isinstance(outlook, Forecast) and outlook.best and outlook.best.low > outlook.measured.batches_per_second:
         return _by_replay(case, outlook, (find_out,))
     return (find_out,)  # batches that are made ahead do not outlast the spells for certain
+
+
+def advise_ended(finding: Finding, loop: Loop, *, is_first: bool) -> tuple[Advice, ...]:
+    """Return what to do about a cause of waits that has ended, found in this part of a loop.
+
+    Other settings are no advice for a loop that keeps up by now. `is_first`: this part is the first epoch.
+    """
+    if finding.kind == "slow-worker":
+        return finding.advice[:1]
+    if finding.kind not in ("workers-too-slow", "inline-loading"):
+        return finding.advice
+    text = f"Find out {_STOPS.get(worker_limit(loop).waits_for or '', _STOPS_ANYWHERE)}"
+    if is_first:
+        text = "If you start this training often, do once what its first epoch does: keep a local copy or a cache "
+        text += "on disk"
+    lost = duration(finding.value_of("lost_seconds") or 0.0)
+    return advise(text=text, expected=f"up to {lost} of such a run disappear")
 
 
 def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:

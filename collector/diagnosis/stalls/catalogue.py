@@ -280,6 +280,11 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
     if interval > max(SLOW_RATIO * usual / loop.num_workers, steady.consumer):
         after = f" Worker {next_slow.worker} is slow, too: {duration(next_slow.fetch_median)}."
     fetches, window = worker.fetches, case.waited.window
+    more_workers = Advice(
+        text=f"Until then, set num_workers={2 * loop.num_workers}",
+        expected=f"worker {name} makes one batch in {2 * loop.num_workers} instead of one in {loop.num_workers}",
+        effect="changes memory",
+    )
     is_one = len(others) == 1
     the_others = f"worker {others[0].worker}" if is_one else "the others"
     return Finding(
@@ -307,12 +312,7 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
                 expected="training takes each batch when it is made, and no longer waits for this worker's",
                 effect="changes results",
             ),
-            Advice(
-                text=f"Until then, set num_workers={2 * loop.num_workers}",
-                expected=f"worker {name} makes one batch in {2 * loop.num_workers} instead of one in "
-                f"{loop.num_workers}",
-                effect="changes memory",
-            ),
+            case.split or more_workers,
         ),
         limited_by=limit.by,
         fault=limit.fault,

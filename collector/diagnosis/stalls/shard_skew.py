@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, whole
@@ -13,7 +16,6 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.case import loop_locus
 from collector.diagnosis.stalls.cost import confidence
-from collector.diagnosis.stalls.epoch_start import RECENT_EPOCHS
 from collector.findings import Advice, Finding, measurements
 from collector.units import listed
 
@@ -42,39 +44,41 @@ class ShardSkew:
     worker: int | None
 
 
-def shard_skew(loop: Loop) -> ShardSkew | None:
+def while_shared(loop: Loop) -> Loop | None:
+    """Return a loop over an iterable dataset without the batches of an epoch after a worker has run out of samples.
+
+    None if no epoch has such. At most `ramp` batches come after a worker's last one where all end together, and a
+    worker with no more batches than its share ends last only since it is slow.
+    """
+    of_worker = loop.fetches.groupby(["epoch", "worker"])["time_ns"].agg(["max", "size"]).groupby("epoch")
+    ends, counts = of_worker["max"].min(), of_worker["size"]
+    is_uneven = (counts.size() == loop.num_workers) & (counts.max() > counts.mean() + 1)
+    epochs, index = loop.batches["epoch"], floats(loop.batches, "index")
+    is_late = floats(loop.batches, "time_ns") > epochs.map(ends.where(is_uneven)).to_numpy(dtype=float)
+    is_tail = pd.Series(is_late & (index >= loop.ramp), index=loop.batches.index)
+    is_tail &= is_tail.groupby(epochs).transform("sum") > loop.ramp
+    return dataclasses.replace(loop, batches=loop.batches[~is_tail]) if is_tail.any() else None
+
+
+def shard_skew(loop: Loop, even: Loop, slow: Collection[int]) -> ShardSkew:
     """Measure what a loop over an iterable dataset loses after some of its workers have run out.
 
-    With even shards, at most `ramp` batches come after a worker's last one.
+    `even` is the loop `while_shared`. Its waits for `slow` workers have a cause of their own.
     """
-    lost, tail_count, largest_shares, largest_workers = 0.0, 0, [], []
-    fetches_of = dict(iter(loop.fetches.groupby("epoch")))
-    epochs = np.unique(floats(loop.batches, "epoch"))
-    recent = loop.batches[loop.batches["epoch"].isin(epochs[-RECENT_EPOCHS:])]
-    for epoch, rows in recent.groupby("epoch"):
-        if epoch not in fetches_of:
-            continue
-        workers = fetches_of[epoch].groupby("worker")
-        ends, counts = workers["time_ns"].max(), workers.size()
-        from_ns = float(ends.min()) if len(ends) == loop.num_workers else 0.0
-        times, waits, index = (floats(rows, name) for name in ("time_ns", "wait_ns", "index"))
-        tail = (times > from_ns) & (index >= loop.ramp)
-        if tail.sum() <= loop.ramp:
-            continue
-        usual = mean(waits[~tail & (index >= loop.ramp)])
-        lost += float(np.nansum(waits[tail]) - tail.sum() * np.nan_to_num(usual)) / SECOND_NS
-        tail_count += int(tail.sum())
-        largest_shares.append(float(counts.max()) * loop.num_workers / float(counts.sum()))
-        largest_workers.append(int(counts.index[int(np.argmax(counts))]))
-    if not largest_shares:
-        return None
-    worker = max(set(largest_workers), key=largest_workers.count)
+    usual_rows = even.batches[floats(even.batches, "index") >= loop.ramp]
+    is_slow = usual_rows["worker"].isin(slow).to_numpy()
+    tail = loop.batches[~loop.batches.index.isin(even.batches.index)]
+    usual = mean(np.where(is_slow, 0.0, floats(usual_rows, "wait_ns")))
+    lost = np.nansum(floats(tail, "wait_ns") - np.nan_to_num(usual)) / SECOND_NS
+    counts = loop.fetches[loop.fetches["epoch"].isin(tail["epoch"])].groupby(["epoch", "worker"]).size().unstack()
+    largest, epochs = counts.idxmax(axis=1).mode(), len(counts)
+    is_mostly = (counts.idxmax(axis=1) == largest[0]).mean() > 0.5
     return ShardSkew(
-        seconds=lost * len(epochs) / len(epochs[-RECENT_EPOCHS:]),
-        epochs=len(largest_shares),
-        tail_batches=tail_count,
-        share=mean(np.array(largest_shares)),
-        worker=worker if largest_workers.count(worker) > len(largest_workers) / 2 else None,
+        seconds=float(lost),
+        epochs=epochs,
+        tail_batches=len(tail),
+        share=float((counts.max(axis=1) / counts.mean(axis=1)).mean()),
+        worker=int(largest[0]) if is_mostly else None,
     )
 
 

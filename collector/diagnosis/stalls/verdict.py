@@ -22,12 +22,12 @@ from collector.diagnosis.loading.steady_state import (
     change_within_epochs,
     pace,
     since_change,
-    since_words,
 )
 from collector.diagnosis.loading.worker_limit import SLOW_RATIO, wait_in_next
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls import catalogue
+from collector.diagnosis.stalls.advice import advise_ended
 from collector.diagnosis.stalls.case import MIN_PASSES, EpochStarts, LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.stalls.cpu_contention import find_contention, is_contention
@@ -40,7 +40,13 @@ from collector.diagnosis.stalls.epoch_start import (
     worker_startup,
 )
 from collector.diagnosis.stalls.hand_over import HandOver, hand_over
-from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, more_shards, shard_skew
+from collector.diagnosis.stalls.shard_skew import (
+    idle_workers,
+    idle_workers_finding,
+    more_shards,
+    shard_skew,
+    while_shared,
+)
 from collector.diagnosis.stalls.uneven_pace import slow_in_spells, too_slow_at_times
 from collector.findings import Advice, Finding, extended
 from collector.units import percent
@@ -83,7 +89,7 @@ def _judge_loop(
 ) -> tuple[list[Finding], list[Finding], Finding | None]:
     """Return the findings on a loop's steady state, those on its epochs, and one that it is too short to judge.
 
-    It is judged since its last change, and as a whole if that part is too short.
+    It is judged since its last change or without a spell of slow fetches, and as a whole if that is too short.
     """
     whose = _WAITS_FOR_THREAD if whole_loop.waits == "estimated" else ""
     change = since_change(whole_loop)
@@ -116,7 +122,8 @@ def without_repeats(findings: list[Finding]) -> list[Finding]:
 def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> list[Finding]:
     """Return findings on a loop since a change, with the time lost by the same cause before.
 
-    Causes that ended then are information, if they cost a part of the run.
+    Causes that ended then are listed if they cost a part of the run. Those of the first epoch are information: a
+    longer run loses no more by them.
     """
     loop = dataclasses.replace(change.before, num_workers=case.loop.num_workers)
     steady, causes = pace(loop), list[Finding]()
@@ -140,11 +147,13 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
         evidence = tuple(both.get(item.name, item) for item in finding.evidence)
         finding = dataclasses.replace(finding, evidence=evidence, severity=loss.severity)
         findings.append(extended(finding, f"{words} The time lost is that of all batches."))
-    end = (
-        "That was so in the first epoch" if change.kind == "first epoch" else f"That ended {since_words(case.loop)}"
-    )
+    is_first = change.kind == "first epoch"
     return findings + [
-        extended(cause, f"{end}.", severity="info")
+        extended(
+            dataclasses.replace(cause, advice=advise_ended(cause, loop, is_first=is_first)),
+            change.end_words,
+            severity="info" if is_first else cause.severity,
+        )
         for cause in earlier.values()
         if not cause.is_healthy and (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
     ]
@@ -152,7 +161,7 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
 
 def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
-    steady, skews = case.steady, _shard_skew(case)
+    steady, (skews, even) = case.steady, _shard_skew(case)
     waits = hand_over(case.loop) if case.loop.num_workers else None
     others = [*skews, *(_hand_overs(case, waits) if waits else ())]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
@@ -173,9 +182,12 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
             "training waits for that thread is not recorded"
         )
         return [catalogue.no_cause(case, missing)]
-    explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
-    if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
-        return others
+    if even is not None:  # the waits before a worker ran out of samples may have a cause of their own
+        before = pace(even)
+        if before is None or _missing(even, before) or before.starved_ratio < _HEALTHY_STARVED_RATIO:
+            return others
+        case = dataclasses.replace(case, loop=even, steady=before, waited_seconds=before.starved)
+        return [*(cause for cause in _starving(case) if case.waited.ratio >= LEAST_LOST_RATIO), *others]
     if waits is not None and _is_costly(case, waits.copy_seconds):
         case = dataclasses.replace(case, waited_seconds=steady.starved)  # the rest is a wait for the transfer
     return [*_starving(case), *others]
@@ -206,13 +218,17 @@ def _starving(case: LoadingCase) -> list[Finding]:
     return [catalogue.no_cause(case, missing)]
 
 
-def _shard_skew(case: LoadingCase) -> list[Finding]:
-    skew = shard_skew(case.loop) if case.loop.num_workers >= 2 and case.loop.setting.get("iterable") else None
-    if skew is None:
-        return []
-    times = floats(case.loop.batches, "time_ns")
-    loss = Loss.of(case.loop.tables, skew.seconds, skew.epochs, (times[0], times[-1]))
-    return [catalogue.shard_skew(case, skew, loss)] if loss.ratio >= LEAST_LOST_RATIO else []
+def _shard_skew(case: LoadingCase) -> tuple[list[Finding], Loop | None]:
+    """Find `shard-skew`; return it with the loop as far as all workers have samples."""
+    loop = case.loop
+    even = while_shared(loop) if loop.num_workers >= 2 and loop.setting.get("iterable") else None
+    if even is None:
+        return [], None
+    before = pace(even)
+    slow = () if before is None else [worker.worker for worker in slow_workers(before)]
+    skew, times = shard_skew(loop, even, slow), floats(loop.batches, "time_ns")
+    loss = Loss.of(loop.tables, skew.seconds, skew.epochs, (times[0], times[-1]))
+    return ([catalogue.shard_skew(case, skew, loss)], even) if loss.ratio >= LEAST_LOST_RATIO else ([], None)
 
 
 def _hand_overs(case: LoadingCase, waits: HandOver) -> list[Finding]:

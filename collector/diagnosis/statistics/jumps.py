@@ -1,4 +1,4 @@
-"""Find out whether a series jumps to another level and stays there, or rises all the time."""
+"""Find out whether a series jumps to another level, for a while or for good, or rises all the time."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ def jump(values: Floats, least: int) -> int | None:
     near = float(np.median(values[place : place + least]) - np.median(values[place - least : place]))
     is_apart = min(is_own_side[:place].mean(), is_own_side[place:].mean()) >= _APART_RATIO
     return place if is_apart and near / ((high - low) or np.inf) >= _AT_ONCE_RATIO else None
+
+
+def spell(values: Floats, least: int) -> tuple[int, int] | None:
+    """Return the place of the first value of a part on a higher level, and of the first one after it.
+
+    None if there is no such part. At least `least` values lie before it, in it, and after it.
+    """
+    if len(values) < 3 * least:
+        return None
+    sums = np.cumsum(values - values.mean())
+    end = int(np.argmax(sums - np.minimum.accumulate(sums))) + 1
+    begin = jump(values[:end], least)
+    length = None if begin is None else jump(values[begin:], least)
+    if begin is None or length is None or values[:begin].mean() > values[begin:end].mean():
+        return None
+    return begin, begin + length
 
 
 def rises(values: Floats, least: int) -> bool:

@@ -419,15 +419,6 @@ def test_short_epochs_of_slow_workers_have_no_epoch_refill_finding():
     assert kinds[0][0] == "workers-too-slow"
 
 
-def test_uneven_shards_are_found_with_the_largest_worker():
-    run = {"workers": 2, "prefetch": 2, "service": jittered(0.016), "consumer": jittered(0.010), "epochs": 3}
-    kinds, found = loading_findings(simulate(shards=[180, 20], batches=200, iterable=True, **run))
-    assert kinds == [("shard-skew", "warning")]
-    assert found["shard-skew"].locus.worker == 0
-    assert found["shard-skew"].value_of("largest_share_ratio") == pytest.approx(1.8)
-    assert loading_findings(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
-
-
 def test_warm_cache_is_judged_without_the_first_epoch():
     def caches(epoch_batches):
         seen = iter(range(10**6))
@@ -450,44 +441,3 @@ def test_time_lost_is_that_of_all_epochs_where_a_slower_first_one_has_the_same_c
     lost = [each["workers-too-slow"].value_of("lost_seconds") for each in (slower, alike)]
     assert "The time lost is that of all batches." in slower["workers-too-slow"].summary
     assert lost[0] == pytest.approx(lost[1] + 300 * 2 * 0.4 / STEADY["workers"], rel=0.1)
-
-
-def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others():
-    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
-    script = finish(simulate(workers=4, shards=[100, 100, 0, 0], batches=200, iterable=True, epochs=2, **run))
-    found = {finding.kind: finding for finding in find_stalls(script.tables())}
-    idle = found["idle-workers"]
-    assert idle.severity == "info"
-    assert "2 of 4 workers of loader 0 never made a batch (workers 2 and 3)" in idle.summary
-    assert [advice.text.partition(" shards")[0] for advice in idle.advice] == ["Split the data into at least 4"]
-    slow = [advice.text for advice in found["workers-too-slow"].advice]
-    assert slow[0].startswith("Split the data into at least 4 shards")
-    assert not any(text.startswith("Set num_workers") for text in slow)
-
-
-def test_workers_without_a_shard_are_too_many_where_the_others_keep_up():
-    run = {"prefetch": 2, "consumer": jittered(0.06), "service": jittered(0.01), "split": (0.02, 0.0, 0.98)}
-    script = finish(simulate(workers=4, shards=[100, 100, 0, 0], batches=200, iterable=True, epochs=2, **run))
-    (idle,) = [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
-    assert idle.advice[0].text == "Set num_workers=2"
-    assert "at least 4 shards" in idle.advice[1].text
-
-
-def test_an_epoch_with_fewer_batches_than_workers_leaves_workers_idle():
-    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
-    script = finish(simulate(workers=8, batches=3, epochs=3, dataset_length=24, batch_size=8, **run))
-    (idle,) = [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
-    assert idle.advice[0].text == "Set num_workers=3"
-    assert "an epoch has at most 3 batches" in idle.summary
-
-
-def test_a_loop_that_takes_one_batch_of_each_new_iterator_has_no_idle_workers():
-    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
-    script = finish(simulate(workers=2, batches=1, epochs=20, dataset_length=400, batch_size=8, **run))
-    assert not [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
-
-
-def test_a_loop_that_is_left_before_each_worker_had_its_turn_shows_no_idle_workers():
-    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
-    script = finish(simulate(workers=8, batches=5, epochs=1, iterable=True, **run))
-    assert not [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]

@@ -1,5 +1,6 @@
 """Judge loops whose fetches became slower or faster for good."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from simulated_runs import finish, jittered, simulate
 
 from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.loading.steady_state import change_within_epochs
-from collector.diagnosis.statistics.jumps import jump, rises
+from collector.diagnosis.statistics.jumps import jump, rises, spell
 from collector.diagnosis.verdict import diagnose
 
 RUN = STEADY | {"workers": 2, "batches": 120, "epochs": 5}
@@ -34,12 +35,30 @@ def test_workers_that_become_slow_late_are_too_slow_since_then(first_slow):
     assert slow.value_of("lost_seconds") == pytest.approx((600 - first_slow) * (SLOW / 2 - 0.04), rel=0.15)
 
 
-def test_workers_that_were_slow_until_a_step_are_information_with_their_cost():
-    service = by_number(lambda number: SLOW if number < 240 else FAST)
+@pytest.mark.parametrize(("slow", "seconds", "severity"), [(240, SLOW, "warning"), (60, 0.15, "info")])
+@pytest.mark.parametrize("first", [0, 120])
+def test_workers_that_were_slow_for_a_while_are_a_warning_if_that_cost_much_of_the_run(
+    slow, seconds, severity, first
+):
+    service = by_number(lambda number: seconds if first <= number < first + slow else FAST)
     findings = diagnose(finish(simulate(**RUN | {"service": service})).tables()).findings
-    assert [(f.kind, f.severity) for f in findings] == [("workers-too-slow", "info"), ("compute-bound", "info")]
-    assert "That ended after 240 steps." in findings[0].summary
-    assert findings[0].value_of("lost_seconds") == pytest.approx(240 * (SLOW / 2 - 0.04), rel=0.15)
+    assert [(f.kind, f.severity) for f in findings] == [("workers-too-slow", severity), ("compute-bound", "info")]
+    began, ended = re.search(
+        r"That (?:began after (\d+) steps and )?ended after (\d+) steps", findings[0].summary
+    ).groups("0")
+    assert (int(began), int(ended)) == pytest.approx((first, first + slow), abs=2)
+    assert "num_workers" not in " ".join(advice.text for advice in findings[0].advice)
+    assert findings[0].value_of("lost_seconds") == pytest.approx(slow * (seconds / 2 - 0.04), rel=0.15)
+
+
+@pytest.mark.parametrize("epochs", [1, 5])
+def test_workers_that_were_slow_until_late_recovered_only_if_no_epoch_ends_fast(epochs):
+    service = by_number(lambda number: SLOW if number < 480 else FAST)
+    kinds, found = loading_findings(
+        simulate(**RUN | {"service": service, "epochs": epochs, "batches": 600 // epochs})
+    )
+    assert kinds == [("workers-too-slow", "warning")]
+    assert ("That ended after 480 steps." in found["workers-too-slow"].summary) == (epochs > 1)
 
 
 @pytest.mark.parametrize("epochs", [1, 4])
@@ -53,8 +72,8 @@ def test_workers_whose_fetches_become_longer_are_judged_by_the_newest(epochs):
     assert words in found["workers-too-slow"].summary
 
 
-@pytest.mark.parametrize(("slow", "severity"), [((400, 600), "warning"), ((0, 200), "info")])
-def test_a_worker_that_is_slow_for_a_while_has_no_stragglers(slow, severity):
+@pytest.mark.parametrize(("slow", "is_new"), [((400, 600), True), ((0, 200), False), ((200, 400), False)])
+def test_a_worker_that_is_slow_for_a_while_has_no_stragglers(slow, is_new):
     """Its batches are a ninth of all, and far slower than the usual one."""
 
     def service(_generator, worker, index):
@@ -62,9 +81,9 @@ def test_a_worker_that_is_slow_for_a_while_has_no_stragglers(slow, severity):
 
     _, found = loading_findings(simulate(**RUN | {"workers": 3, "service": service, "batches": 600, "epochs": 1}))
     late = found["slow-worker"]
-    assert (list(found), late.locus.worker, late.severity) == (["slow-worker"], 1, severity)
-    assert ("That ended after" in late.summary) == (severity == "info")
-    assert ("a fetch of worker 1 takes 500 ms, and took 30 ms" in late.summary) == (severity == "warning")
+    assert (list(found), late.locus.worker, late.severity) == (["slow-worker"], 1, "warning")
+    assert ("ended after" in late.summary) == (not is_new)
+    assert ("a fetch of worker 1 takes 500 ms, and took 30 ms" in late.summary) == is_new
 
 
 def test_a_slow_part_of_each_epoch_is_not_over():
@@ -142,5 +161,8 @@ def test_a_jump_is_neither_a_drift_nor_a_burst():
     drift = noise + np.linspace(0, 2, 400)
     assert jump(drift, 20) is None
     assert [rises(values, 20) for values in (drift, -drift, noise + level)] == [True, False, False]
-    assert jump(noise + (level & (np.arange(400) < 250)), 20) is None
+    burst = noise + (level & (np.arange(400) < 250))
+    assert jump(burst, 20) is None
+    assert spell(burst, 20) == pytest.approx((150, 250), abs=3)
+    assert [spell(values, 20) for values in (-burst, drift, noise, noise + level)] == [None] * 4
     assert jump(noise[:30] + level[140:170], 20) is None
