@@ -47,6 +47,7 @@ _READ_AHEAD_BYTES = 128 * 1024  # bytes of one request (Linux, VM_READAHEAD_PAGE
 _STORAGE_SHARE = 0.5  # share of the blocked time that storage must explain
 _MIN_WAITS = 4  # samples of a waiting thread
 _MAIN_SHARE = 0.5  # share of the samples that makes a wait the main one
+_IN_TURN = 0.8  # share of the ticks with workers at a lock in which one worker reads a pipe
 #: Kinds of waits, and how the names of their kernel functions begin; the first match counts.
 _CHANNELS = {
     "child": "do_wait kernel_wait wait_consider __do_sys_wait",
@@ -67,13 +68,14 @@ WAITS = {
     "pipe": "they read from a pipe",
     "network": "they read from the network",
     "lock": "they wait for a lock",
+    "queue": "they wait for their turn to read one pipe (a multiprocessing.Queue, say)",
     "sleep": "they sleep (time.sleep or the like)",
     "child": "they wait for a child process",
     "service": "they wait for another process or a network service",
 }
 #: Waits whose cause is known to lie in the code of the dataset, or outside this machine's own work.
 _FAULTS: dict[str, Fault] = {
-    **dict.fromkeys(("lock", "pipe", "sleep", "child"), "your code"),
+    **dict.fromkeys(("lock", "pipe", "queue", "sleep", "child"), "your code"),
     **dict.fromkeys(("storage", "network"), "outside"),
 }
 
@@ -267,24 +269,36 @@ def _judge(
     if not waits_for and _storage_explains(rows):
         waits_for = "storage"
     if waits_for:
-        return "io" if waits_for in READS else None, f"{blocked_text}: {WAITS[waits_for]}", waits_for
+        return "io" if waits_for in (*READS, "queue") else None, f"{blocked_text}: {WAITS[waits_for]}", waits_for
     if waits_for is None:
         return None, f"{blocked_text}; too few samples show what they wait for", None
     return None, f"{blocked_text}, waiting for several things", None
 
 
 def _waits_for(loop: Loop, rows: pd.DataFrame) -> str | None:
-    """Return the main wait of the fetching threads within their fetches, as `main_wait` does."""
+    """Return the main wait of the fetching threads within their fetches, as `main_wait` does.
+
+    It is `queue` if one worker reads a pipe while others are at a lock: the reader of a multiprocessing.Queue
+    holds its lock.
+    """
     samples = _samples(loop, rows)
     samples = samples[samples["wait_channel"].notna()]
-    within: list[object] = []
+    within: list[pd.DataFrame] = []
     for pid, of_process in samples.groupby("process_pid"):
         fetches = rows[rows["pid"] == pid].sort_values("time_ns")
         ends, times = floats(fetches, "time_ns"), floats(of_process, "time_ns")
         at = np.minimum(np.searchsorted(ends, times), len(ends) - 1)
         inside = (ends - floats(fetches, "fetch_ns"))[at] <= times
-        within.extend(of_process.loc[inside & (times <= ends[at]), "wait_channel"])
-    return main_wait(within)
+        within.append(of_process[inside & (times <= ends[at])])
+    if not within:
+        return None
+    samples = pd.concat(within)
+    wait = main_wait(samples["wait_channel"])
+    if wait != "lock":
+        return wait
+    kinds = samples["wait_channel"].map(_kind)
+    at_lock, readers = ((kinds == kind).groupby(samples["time_ns"]).sum() for kind in ("lock", "pipe"))
+    return "queue" if (readers[at_lock > 0] == 1).mean() >= _IN_TURN else "lock"
 
 
 def wait_in_next(loop: Loop) -> str | None:

@@ -41,6 +41,7 @@ _LESS_COMPUTING = Advice(
 _LESS_WAITING = {
     "storage": "Read less, or from nearer: a local copy or page cache, fewer and larger files, sequential shards",
     "pipe": "Make what fills the pipe faster, or let each worker read for itself",
+    "queue": "Make what fills the queue faster, or let each worker read for itself",
     "network": "Request more at once, keep connections open, or read from nearer: a local copy, a cache",
     "lock": "Hold the lock for a shorter time, or give each worker a file, connection or cache of its own",
     "sleep": "Find what sleeps in the fetch (time.sleep, a rate limit, a retry with a pause) and shorten it",
@@ -51,6 +52,7 @@ _LESS_WAITING = {
 _WAITS_IN_COMMON = {
     "lock": "workers that wait for one lock only wait longer if there are more of them",
     "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
+    "queue": "workers that read one queue share what it gives; more of them only wait for their turn",
 }
 #: Questions to ask where all workers wait at the same times, by what they wait for.
 _STOPS = {
@@ -59,6 +61,7 @@ _STOPS = {
     "lock": "what holds the lock at these times",
     "sleep": "why all workers sleep at these times: a rate limit, or retries after errors of a server",
     "pipe": "why what fills the pipe stops at these times",
+    "queue": "why what fills the queue stops at these times",
     "child": "what the child processes wait for at these times",
     "service": "why the process or service that they ask does not answer at these times",
 }

@@ -27,7 +27,7 @@ from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.statistics.growth import Floats, spread
-from collector.findings import Finding, Locus, advise, fact, measurements
+from collector.findings import Finding, Locus, advise, extended, fact, measurements
 from collector.store import ProcessKey
 from collector.units import count, counted, duration, percent
 from training_harness.records import ROLE_WORKER
@@ -85,11 +85,20 @@ def find_pauses(tables: RunTables) -> list[Finding]:
 
 
 def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
+    """Find pauses of a training process; a save in another thread does not lengthen its step, and is none."""
     recompilations, (steps, work) = _recompilations(tables, main), _timed_steps(tables, main)
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return recompilations
-    saves = _saves(tables, steps, work, main)
-    return [*recompilations, *(saves or _regular_pauses(tables, steps, work, main))]
+    saving = np.minimum(
+        ns_in(tables.events_of("checkpoint", by=main), steps), np.maximum(work - float(np.median(work)), 0.0)
+    )
+    saves = _saves(tables, steps, saving, main)
+    others = _regular_pauses(tables, steps, work - saving, main)
+    if saves:
+        others = [
+            extended(finding, "The time that it saves a checkpoint is not part of that.") for finding in others
+        ]
+    return [*recompilations, *saves, *others]
 
 
 def _timed_steps(tables: RunTables, main: ProcessKey) -> tuple[pd.DataFrame, Floats]:
@@ -99,10 +108,8 @@ def _timed_steps(tables: RunTables, main: ProcessKey) -> tuple[pd.DataFrame, Flo
     return steps[np.isfinite(work)], work[np.isfinite(work)]
 
 
-def _saves(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
-    """Find the time in `torch.save`, at any distance: a save in another thread does not lengthen its step."""
-    saves = tables.events_of("checkpoint", by=main)
-    saving = np.minimum(ns_in(saves, steps), np.maximum(work - float(np.median(work)), 0.0))
+def _saves(tables: RunTables, steps: pd.DataFrame, saving: Floats, main: ProcessKey) -> list[Finding]:
+    """Find the time of the steps in `torch.save` (ns), at any distance."""
     at = np.flatnonzero(saving)
     if len(at) < _MIN_PAUSES:
         return []

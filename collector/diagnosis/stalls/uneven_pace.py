@@ -31,6 +31,7 @@ _MAIN_CAUSE = 0.5  # share of the waits that must go at an even pace
 _LEAST_TOGETHER = 0.5  # share of the slow batches that another slow one must follow
 _REPEATS = 0.5  # share of the other epochs in which a batch that is slow by itself is slow, too
 _LEAST_IN_SPELLS = 0.75  # share of the time of slow batches that lies in spells
+_TOGETHER_RATIO = 0.3  # time between the ends of a spell's batches over that between their begins
 _LEAST_SIGMAS = 3.0  # beyond what chance gives, in standard deviations of a binomial count
 _LISTED_SPELLS = 10
 
@@ -42,7 +43,7 @@ def slow_in_spells(case: LoadingCase) -> Finding | None:
     begin_ns = floats(fetches, "time_ns") - floats(fetches, "fetch_ns")
     fetches = fetches.assign(begin_ns=begin_ns, slow=_is_slow(fetches)).sort_values("begin_ns", kind="stable")
     spells = _spells(fetches, loop.num_workers)
-    if not spells or not _is_of_time(loop, fetches):
+    if not spells or not (_end_together(spells) or _is_of_time(loop, fetches)):
         return None
     slow, usual = pd.concat(spells), fetches.loc[~fetches["slow"], "fetch_ns"]
     in_spells = float(slow["fetch_ns"].sum() / fetches.loc[fetches["slow"], "fetch_ns"].sum())
@@ -105,6 +106,12 @@ def _spells(fetches: pd.DataFrame, num_workers: int) -> list[pd.DataFrame]:
     edges = [0, *(np.flatnonzero(gaps > np.median(floats(slow, "fetch_ns"))) + 1), count]
     spells = (slow.iloc[begin:end] for begin, end in pairwise(edges))
     return [spell for spell in spells if len(spell) > 1 and 2 * spell["worker"].nunique() > num_workers]
+
+
+def _end_together(spells: list[pd.DataFrame]) -> bool:
+    """Return whether slow batches begin apart and end together, as those that wait for one thing do."""
+    ratios = [np.ptp(floats(spell, "time_ns")) / max(np.ptp(floats(spell, "begin_ns")), 1.0) for spell in spells]
+    return bool(np.median(ratios) <= _TOGETHER_RATIO)
 
 
 def _is_of_time(loop: Loop, fetches: pd.DataFrame) -> bool:

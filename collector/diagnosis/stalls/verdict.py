@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -100,9 +101,8 @@ def _judge_loop(
         at_epochs = _epoch_costs(whole_loop, None if missing else steady)
         if steady is None or missing:
             continue
-        healthy = all(finding.severity == "info" for finding in at_epochs)
         case = LoadingCase(loop=loop, steady=steady, waited_seconds=steady.wait, split=split)
-        judged = _judge(case, healthy=healthy)
+        judged = _judge(case, at_epochs)
         if since is None:
             is_healthy = all(finding.is_healthy for finding in judged)
             within = "" if is_healthy else change_within_epochs(loop)
@@ -128,7 +128,7 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
     loop = dataclasses.replace(change.before, num_workers=case.loop.num_workers)
     steady, causes = pace(loop), list[Finding]()
     if steady is not None and not _missing(loop, steady) and steady.starved_ratio >= _HEALTHY_STARVED_RATIO:
-        causes = _judge(LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved), healthy=True)
+        causes = _judge(LoadingCase(loop=loop, steady=steady, waited_seconds=steady.starved), [])
     earlier, findings = {(cause.kind, cause.locus.worker): cause for cause in causes}, []
     for finding in judged:
         cause = earlier.pop((finding.kind, finding.locus.worker), None)
@@ -159,8 +159,9 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
     ]
 
 
-def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
-    """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
+def _judge(case: LoadingCase, at_epochs: Sequence[Finding]) -> list[Finding]:
+    """Find causes of waits in the steady state; call a loop healthy only if its epochs are, too."""
+    healthy = all(finding.severity == "info" for finding in at_epochs)
     steady, (skews, even) = case.steady, _shard_skew(case)
     waits = hand_over(case.loop) if case.loop.num_workers else None
     others = [*skews, *(_hand_overs(case, waits) if waits else ())]
@@ -169,7 +170,7 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
         with_core = 1.0 if wait_in_next(case.loop) == "lock" else 1 - core_waits(case.loop).in_workers
         transfer_ratio = steady.transfer / steady.interval
         is_transfer = transfer_ratio * with_core >= _TRANSFER_RATIO
-        keeps_up = healthy and not others and transfer_ratio < _TRANSFER_RATIO
+        keeps_up = not (at_epochs or others) and transfer_ratio < _TRANSFER_RATIO
         contention = find_contention(case, keeps_up=keeps_up)
         if others or not healthy:
             return [*others, *contention]

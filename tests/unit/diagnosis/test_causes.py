@@ -44,9 +44,15 @@ def test_slow_sampler_is_distinguished_from_slow_workers():
     assert loading_findings(with_longer_waits(simulate(**STEADY), 0.001, blocked=False))[0] == []
 
 
-@pytest.mark.parametrize(("sampler_seconds", "keeps_up"), [(0.0, True), (0.024, False)])
-def test_slow_sampler_does_not_keep_up_while_waiting_for_a_core(sampler_seconds, keeps_up):
-    script, seconds = with_longer_waits(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
+STARTS = {"persistent": False, "startup": 0.05, "batches": 15, "epochs": 20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampler_seconds", "keeps_up"), [({}, 0.0, True), ({}, 0.024, False), (STARTS, 0.0, False)]
+)
+def test_a_loop_that_waits_otherwise_does_not_keep_up_while_waiting_for_a_core(changes, sampler_seconds, keeps_up):
+    script = with_longer_waits(simulate(**STEADY | changes), sampler_seconds, blocked=False)
+    seconds = 1000 + np.arange(12.0)
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
     (found,) = [f for f in diagnose(finish(script).tables()).findings if f.limited_by == "oversubscribed"]

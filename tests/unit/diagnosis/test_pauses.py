@@ -94,11 +94,12 @@ def test_pauses_in_which_the_thread_waits_are_no_work_of_the_loop(cpu_ratio, chi
     assert ("Its thread waits then: it computes for 2.0% of a pause" in pause.summary) == (cpu_ratio < 0.1)
 
 
-def training_with_saves(saves, *, in_background=False):
-    """A training of 800 steps that saves a checkpoint at some steps, each for some seconds."""
+def training_with_saves(saves, *, in_background=False, upload=0.0):
+    """A training of 800 steps that saves a checkpoint at some steps, each for some seconds, and uploads it."""
 
     def consumer(generator, k):
-        return jittered(0.012, 0.1)(generator) + (0.0 if in_background else saves.get(k, 0.0))
+        saved = saves[k] + upload if k in saves and not in_background else 0.0
+        return jittered(0.012, 0.1)(generator) + saved
 
     script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
     steps = (step for rows in script.parts["step"] for _, step in rows.iterrows())
@@ -119,6 +120,15 @@ def test_pauses_for_checkpoints_are_named(saves):
     assert f"pauses {len(saves)} times while it saves a checkpoint" in pause.summary
     assert pause.value_of("lost_seconds") == pytest.approx(sum(saves.values()), rel=0.05)
     assert pause.advice[0].text.startswith("Save checkpoints less often")
+
+
+def test_what_follows_each_checkpoint_is_a_pause_of_its_own():
+    saves = dict.fromkeys(range(25, 800, 25), 0.1)
+    script = training_with_saves(saves, upload=0.05)
+    assert sorted(script[0]) == [("main-thread-pause", "warning")] * 2
+    rest = script[1]["main-thread-pause"]  # the last of the two
+    assert "The time that it saves a checkpoint is not part of that." in rest.summary
+    assert rest.value_of("lost_seconds") == pytest.approx(0.05 * len(saves), rel=0.1)
 
 
 def test_checkpoints_that_another_thread_saves_are_no_pauses():

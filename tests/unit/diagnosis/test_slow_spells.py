@@ -58,6 +58,16 @@ def test_workers_that_open_their_next_shards_in_the_same_round_are_not_slow_at_t
     assert loading_findings(simulate(**run, iterable=True))[0] == [("straggler-samples", "warning")]
 
 
+@pytest.mark.parametrize(
+    ("seconds_less", "kind"), [(0.04, "workers-too-slow"), (0.0, "straggler-samples")], ids=["ends", "begins"]
+)
+def test_neighbours_in_the_data_that_are_slow_until_the_same_moment_wait_for_one_thing(seconds_less, kind):
+    """Each worker begins its batch of a round 40 ms after the one before."""
+    run = STEADY | {"batches": 900, "consumer": lambda _generator, _k: 0.04}
+    run["service"] = per_index(lambda k: 1.5 - seconds_less * (k % 100 - 50) if 50 <= k % 100 < 54 else 0.02)
+    assert loading_findings(simulate(**run, sampler="SequentialSampler"))[0] == [(kind, "warning")]
+
+
 def test_slow_samples_among_spells_are_not_counted_as_spells():
     """Half of the slow batches come together, the others alone."""
     slow = {*range(100, 108), *range(400, 408), *range(700, 708), *range(30, 870, 30)}

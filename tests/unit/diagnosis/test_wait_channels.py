@@ -127,3 +127,22 @@ def test_fetch_with_children_waiting_for_full_cores_is_cpu_bound():
 
 def test_sleeping_child_is_what_the_fetch_waits_for():
     assert "wait for a child process" in slow("poll_schedule_timeout.co", children=0.01).summary
+
+
+@pytest.mark.parametrize("holder", ["anon_pipe_read", "hrtimer_nanosleep"])
+def test_a_lock_that_is_held_by_a_worker_that_reads_a_pipe_is_a_queue(holder):
+    script = simulate(
+        workers=3, prefetch=2, service=jittered(0.2), consumer=jittered(0.001), batches=200, split=(0.02, 0.0, 0.98)
+    )
+    seconds = START_SECONDS + 2 + np.arange(9.0)
+    for worker in range(3):
+        channels = np.roll([holder, "futex_do_wait", "futex_do_wait"] * 3, worker)
+        still = {"private": np.ones(9), "rss": np.ones(9)}
+        key = ("node", 1000 + worker, 7000 + worker)
+        sample_process(script, seconds, key, ROLE_WORKER, worker=worker, loader=0, wait_channel=channels, **still)
+    (found,) = find_stalls(script.tables())
+    is_queue = holder == "anon_pipe_read"
+    assert found.limited_by == ("io" if is_queue else None)
+    assert ("a multiprocessing.Queue" in found.summary) == is_queue
+    assert ("what fills the queue" in advice(found)) == is_queue
+    assert ("Hold the lock" in advice(found)) != is_queue
