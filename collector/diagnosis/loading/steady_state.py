@@ -31,6 +31,7 @@ MIN_BATCHES = 10
 _REGIME_RATIO = 1.5  # of fetch times before a change and since, beyond the error
 _LEAST_SINCE = 0.1  # share of the fetches since a change, and before it
 _MOST_BEFORE = 0.5  # largest share of the fetches before a jump to shorter ones
+_MOST_ALIKE = 0.5  # share of the fetches of other epochs that differ by index in the same way
 _ALWAYS_BUSY = 0.9  # share of the time; the rest is too short to be what the loop mostly waits for
 #: A pause (validation, a checkpoint) is rarer than this and that many times longer than usual.
 _PAUSE_QUANTILE, _PAUSE_FACTOR = 0.95, 10.0
@@ -301,25 +302,36 @@ def _cost(fetches: pd.DataFrame) -> Floats:
 
 
 def _jumps(fetches: pd.DataFrame, least: int) -> list[_Place]:
-    """Return the batch since which fetches take another time, or begin and end of a spell of longer ones, if any.
-
-    A jump to shorter fetches late in the run is left out where it may be the end of an epoch that is fast.
-    """
+    """Return the batch since which fetches take another time, or begin and end of a spell of longer ones."""
     cost = _cost(fetches)
     least = max(least, round(_LEAST_SINCE * len(cost)))
     place = jump(cost, least)
     if place is None:
-        return _places(fetches, *(spell(cost, least) or ()))
-    is_shorter_late = cost[:place].mean() > cost[place:].mean() and place > _MOST_BEFORE * len(cost)
-    return [] if is_shorter_late and _may_end_epoch(fetches, cost, place) else _places(fetches, place)
+        found = spell(cost, least)
+        return [] if found is None or _may_end_epoch(fetches, *found) else _places(fetches, *found)
+    return [] if _is_of_index(fetches, cost, place) else _places(fetches, place)
 
 
-def _may_end_epoch(fetches: pd.DataFrame, cost: Floats, place: int) -> bool:
-    """Return whether the fetches since then are the end of an epoch, fast in earlier epochs too, if any."""
+def _is_of_index(fetches: pd.DataFrame, cost: Floats, place: int) -> bool:
+    """Return whether the fetches of another epoch change at the same batch.
+
+    They may, if the last epoch becomes faster late in the run and no other one shows how it ends.
+    """
     epochs, indices = floats(fetches, "epoch"), floats(fetches, "index")
-    same = (epochs < epochs[place]) & (indices >= indices[place])
-    usual = np.median(cost[same]) if same.any() else -np.inf
-    return bool(epochs[-1] == epochs[place] and usual < (np.median(cost[:place]) + np.median(cost[place:])) / 2)
+    before, since = (float(np.median(part)) for part in (cost[:place], cost[place:]))
+    is_since = np.abs(cost - since) < np.abs(cost - before)
+    earlier = is_since[(epochs < epochs[place]) & (indices >= indices[place])]
+    later = is_since[(epochs > epochs[place]) & (indices < indices[place])]
+    if earlier.size or later.size:
+        return bool(np.mean(np.concatenate([earlier, ~later])) > _MOST_ALIKE)
+    return since < before and place > _MOST_BEFORE * len(cost) and epochs[-1] == epochs[place]
+
+
+def _may_end_epoch(fetches: pd.DataFrame, begin: int, end: int) -> bool:
+    """Return whether a spell lasts into the next epoch, and no other epoch shows how long its batches take."""
+    indices, epochs = floats(fetches, "index"), floats(fetches, "epoch")
+    others = np.delete(indices, slice(begin, end))
+    return bool(epochs[begin] != epochs[end] and not np.isin(others, indices[begin:end]).any())
 
 
 def _places(fetches: pd.DataFrame, *places: int) -> list[_Place]:

@@ -24,7 +24,7 @@ from collector.diagnosis.stalls.catalogue import waits_in_words, workers_too_slo
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.replay import predict
 from collector.diagnosis.tuning.what_if import Forecast, forecast
-from collector.findings import Finding, fact
+from collector.findings import Advice, Finding, advise, fact
 from collector.units import counted, duration, percent
 
 _MAIN_CAUSE = 0.5  # share of the waits that must go at an even pace
@@ -120,12 +120,16 @@ def _is_of_time(loop: Loop, fetches: pd.DataFrame) -> bool:
     A random sampler mixes the samples, and so does a distributed one that shuffles. In data that is read in its
     order, or by shards, a batch that is slow by itself is slow again in another epoch.
     """
-    is_random = loop.setting.get("shuffle") or "Random" in str(loop.setting.get("sampler"))
-    if is_random and not loop.setting.get("iterable"):
+    if _is_shuffled(loop):
         return True
     known = fetches.groupby("index")["slow"].agg(["sum", "count"])
     again = known[(known["sum"] > 0) & (known["count"] > 1)]
     return len(again) > 0 and float((again["sum"] - 1).sum() / (again["count"] - 1).sum()) < _REPEATS
+
+
+def _is_shuffled(loop: Loop) -> bool:
+    is_random = loop.setting.get("shuffle") or "Random" in str(loop.setting.get("sampler"))
+    return bool(is_random and not loop.setting.get("iterable"))
 
 
 def too_slow_at_times(case: LoadingCase) -> Finding | None:
@@ -150,9 +154,17 @@ def too_slow_at_times(case: LoadingCase) -> Finding | None:
     if waited is None:
         return None
     wait_ratio, cause = waited
-    finding = workers_too_slow(case)
+    finding, advice = workers_too_slow(case), tuple[Advice, ...]()
+    if cause == even_paces[1][1] and loop.setting.get("sampler") == "SequentialSampler":
+        advice = advise(
+            text="If the order of samples may change, give the DataLoader shuffle=True: costly samples that are "
+            "neighbours in the data come in different batches then",
+            expected=f"the loop waits about {percent(wait_ratio)} of its time",
+            effect="changes results",
+        )
     return dataclasses.replace(
         finding,
+        advice=(*finding.advice[:1], *advice, *finding.advice[1:]),
         summary=f"The workers of loader {loop.loader} keep up on average (they idle "
         f"{percent(case.steady.idle_ratio)}), but not {cause}. Up to {loop.ramp} batches are made ahead. The loop "
         f"waits {waits_in_words(case.steady)}; at an even pace it would wait {percent(wait_ratio)}.",

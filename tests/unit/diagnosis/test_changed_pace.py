@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from loading_runs import STEADY, loading_findings
 from simulated_runs import finish, jittered, simulate
@@ -130,6 +131,20 @@ def test_a_cause_that_was_another_before_is_listed_with_its_cost():
     now = next(finding for finding in findings if finding.severity == "warning")
     assert (now.kind, now.locus.worker) == ("slow-worker", 1)
     assert "That began" not in now.summary
+
+
+@pytest.mark.parametrize("batches", [600, 470])
+def test_costs_that_rise_in_each_epoch_neither_begin_nor_end(batches):
+    """The second epoch is complete, or has come as far as its middle."""
+    run = RUN | {"batches": 300, "epochs": 2, "sampler": "SequentialSampler"}
+    script = simulate(**run | {"service": lambda _generator, _worker, index: 0.02 + 0.00033 * index})
+    for name in ("batch", "fetch"):
+        rows = pd.concat(script.parts[name])
+        script.parts[name] = [rows[rows["index"] + 300 * rows["epoch"] < batches]]
+    _, found = loading_findings(script)
+    slow = found["workers-too-slow"]
+    assert not {"began", "ended"} & set(slow.summary.split())
+    assert any("shuffle=True" in advice.text for advice in slow.advice)
 
 
 def test_an_epoch_that_has_just_begun_shows_nothing_of_each_epoch():
