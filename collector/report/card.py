@@ -120,7 +120,8 @@ def headline(verdict: Verdict) -> Text:
     parts = [duration(verdict.duration_seconds)]
     if _has_trained(verdict):
         unit = wording.step_word(verdict)
-        parts.append(f"{counted(verdict.steps, unit)}{', no optimizer' if unit == 'batch' else ''}")
+        made = counted(verdict.steps or verdict.batches, unit)
+        parts.append(f"{made}{', no optimizer step' if unit == 'batch' else ''}")
         reporting, workers = verdict.workers_reporting
         parts += [f"{reporting} of {workers} workers"] if workers else []
     if verdict.attempts > 1:
@@ -137,6 +138,7 @@ def figures(verdict: Verdict) -> list[tuple[str, str]]:
             pairs.append(("start", start))
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
+            speeds = speeds if verdict.steps else []
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
         pairs.append(("speed", ", ".join(speeds)))
         if throughput["slowdown"] is not None:

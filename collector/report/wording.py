@@ -126,7 +126,12 @@ def stall(exposed: WaitSummary) -> str:
 
 
 def step_word(verdict: Verdict) -> str:
-    """Return what ends a step of a run, in words: `step`, `batch` or `forward pass`."""
+    """Return what ends a step of a run, in words: `step`, `batch` or `forward pass`.
+
+    A run that has made batches alone, such as an evaluation with an optimizer that it does not use, has batches.
+    """
+    if verdict.batches and not verdict.steps:
+        return "batch"
     return verdict.step_unit if verdict.step_unit in _NAMED_UNITS else "step"
 
 

@@ -67,7 +67,7 @@ WAITS = {
     "storage": "they read from storage",
     "pipe": "they read from a pipe",
     "network": "they read from the network",
-    "lock": "they wait for a lock",
+    "lock": "they wait for a lock or another thread",
     "queue": "they wait for their turn to read one pipe (a multiprocessing.Queue, say)",
     "sleep": "they sleep (time.sleep or the like)",
     "child": "they wait for a child process",

@@ -60,6 +60,7 @@ _LESS_EVERY = (
     "thread or process"
 )
 _WAITING_RATIO = 0.1  # a thread that computes for less of its pauses waits for something
+_MOSTLY_WAITS = 0.7  # share of the samples of a thread within its pauses
 _LESS_WAITING = (
     "Find what the training waits for every {distance} steps, such as {what}: `tidegauge run --investigate` names "
     "the line. Begin that work earlier, so that it goes on during the steps"
@@ -188,10 +189,14 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
     pause_seconds, every = seconds / len(at), count(distance)
     cpu_ratio = _cpu_ratio(steps.iloc[at]) if phase == "other" else None
     waiting, advice = "", _LESS_EVERY.format(distance=every)
+    waits = _waits_in(tables, main, steps.iloc[at]) if phase == "other" else np.array([], dtype=bool)
     if cpu_ratio is not None and cpu_ratio < _WAITING_RATIO:
         waiting = f"Its thread waits then: it computes for {percent(cpu_ratio)} of a pause. "
+    elif cpu_ratio is None and len(waits) >= _MIN_PAUSES and waits.mean() >= _MOSTLY_WAITS:
+        waiting = f"Its thread waits then, in {waits.sum()} of {counted(len(waits), 'sample')}. "
+    if waiting:
         has_children = _children_seconds(tables, main, times) >= _WAITING_RATIO * seconds
-        what = "its child processes, which compute" if has_children else "a file, the network or another thread"
+        what = "its child processes, which compute" if has_children else "a file, the network, a thread, or a sleep"
         advice = _LESS_WAITING.format(distance=every, what=what)
     return [
         Finding(
@@ -301,6 +306,16 @@ def _cpu_ratio(pauses: pd.DataFrame) -> float | None:
     outside, cpu = floats(pauses, "other_ns"), floats(pauses, "outside_cpu_ns")
     known = np.isfinite(cpu)
     return float(cpu[known].sum() / max(outside[known].sum(), 1.0)) if known.any() else None
+
+
+def _waits_in(tables: RunTables, main: ProcessKey, pauses: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Return for each sample of the training thread within these pauses whether it waited, by its wait channel."""
+    samples, ends = sampled(tables, main), floats(pauses, "time_ns")
+    begins, times = ends - floats(pauses, "duration_ns"), floats(samples, "time_ns")
+    place = np.searchsorted(begins, times, side="right") - 1
+    inside = (place >= 0) & (times < (begins + floats(pauses, "other_ns"))[place])
+    waits: npt.NDArray[np.bool_] = samples.loc[inside, "wait_channel"].notna().to_numpy()
+    return waits
 
 
 def _children_seconds(tables: RunTables, main: ProcessKey, times: Floats) -> float:

@@ -189,7 +189,7 @@ def _judge(case: LoadingCase, at_epochs: Sequence[Finding]) -> list[Finding]:
             return others
         case = dataclasses.replace(case, loop=even, steady=before, waited_seconds=before.starved)
         return [*(cause for cause in _starving(case) if case.waited.ratio >= LEAST_LOST_RATIO), *others]
-    if waits is not None and _is_costly(case, waits.copy_seconds):
+    if any(finding.kind in ("copy-bound", "pin-bound", "cannot-tell") for finding in others):
         case = dataclasses.replace(case, waited_seconds=steady.starved)  # the rest is a wait for the transfer
     return [*_starving(case), *others]
 

@@ -36,6 +36,19 @@ def test_collate_that_takes_most_of_a_fetch_is_found():
     assert loading_findings(simulate(collate_share=0.9, **STEADY))[0] == []
 
 
+@pytest.mark.parametrize(("collate", "wait"), [("default_collate", 0.014), ("pad", 0.009)])
+def test_the_transfer_is_part_of_the_loss_unless_another_finding_has_it(collate, wait):
+    """Each batch is made 5 ms before it comes, and default_collate leaves nothing to copy."""
+    run = STEADY | {"workers": 1, "service": jittered(0.024), "consumer": jittered(0.010), "collate": collate}
+    script = with_longer_waits(simulate(**run), 0.0, blocked=True, payload_bytes=48 * MIB)
+    for part in script.parts["fetch"]:
+        part["time_ns"] -= ns(0.005)
+        part["getitem_ns"] *= 0.8
+    _, found = loading_findings(script)
+    assert ("copy-bound" in found) == (collate == "pad")
+    assert found["workers-too-slow"].value_of("lost_seconds") == pytest.approx(300 * wait, rel=0.1)
+
+
 def test_slow_sampler_is_distinguished_from_slow_workers():
     kinds, found = loading_findings(with_longer_waits(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
     assert kinds == [("sampler-bound", "warning")]

@@ -73,7 +73,7 @@ def test_regular_pauses_in_a_phase_of_their_own_are_no_waits_for_a_core(usual_ph
     ("cpu_ratio", "child_cores", "advice"),
     [
         (0.9, 0.0, "Look at what the loop does every 25 steps"),
-        (0.02, 0.0, "such as a file, the network or another thread"),
+        (0.02, 0.0, "such as a file, the network, a thread, or a sleep"),
         (0.02, 0.5, "such as its child processes, which compute"),
     ],
 )
@@ -92,6 +92,20 @@ def test_pauses_in_which_the_thread_waits_are_no_work_of_the_loop(cpu_ratio, chi
     pause = loading_findings(script)[1]["main-thread-pause"]
     assert advice in pause.advice[0].text
     assert ("Its thread waits then: it computes for 2.0% of a pause" in pause.summary) == (cpu_ratio < 0.1)
+
+
+@pytest.mark.parametrize(("channel", "advice"), [("hrtimer_nanosleep", "or a sleep"), (None, "garbage collection")])
+def test_samples_of_the_thread_show_whether_it_waits_in_its_pauses(channel, advice):
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (0.3 if k % 25 == 0 else 0.0)
+
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
+    seconds = 1001.0 + np.arange(0.0, 18.0)
+    held = np.full(len(seconds), 300 * MIB)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, wait_channel=[channel] * len(seconds))
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert advice in pause.advice[0].text
+    assert ("Its thread waits then" in pause.summary) == (channel is not None)
 
 
 def training_with_saves(saves, *, in_background=False, upload=0.0):

@@ -210,6 +210,17 @@ def test_card_names_the_unit_of_other_steps(unit, words):
     assert words in card(verdict(step_unit=unit))
 
 
+def test_card_of_an_evaluation_whose_optimizer_rests_counts_its_batches():
+    summary = verdict().summary
+    start = {"seconds": 20.0, "cores_used": None}
+    throughput = {"steps_per_second": None, "samples_per_second": 160.0, "slowdown": None}
+    made = verdict(steps=0, step_unit=None, summary={**summary, "start": start, "throughput": throughput})
+    text = " ".join(card(made).split())
+    assert "1,200 batches, no optimizer step" in text
+    assert "until the first batch" in text
+    assert "speed 160 samples/s" in text
+
+
 def test_card_has_one_step_in_the_singular():
     assert " · 1 step · " in card(verdict(steps=1))
 
