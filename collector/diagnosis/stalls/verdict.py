@@ -148,7 +148,7 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
         finding = dataclasses.replace(finding, evidence=evidence, severity=loss.severity)
         findings.append(extended(finding, f"{words} The time lost is that of all batches."))
     is_first = change.kind == "first epoch"
-    return findings + [
+    over = [
         extended(
             dataclasses.replace(cause, advice=advise_ended(cause, loop, is_first=is_first)),
             change.end_words,
@@ -157,6 +157,10 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
         for cause in earlier.values()
         if not cause.is_healthy and (cause.value_of("lost_wall_ratio") or 0.0) >= LEAST_LOST_RATIO
     ]
+    if over and not is_first:
+        words = change.words(is_new=False)
+        findings = [extended(finding, words) if finding.is_healthy else finding for finding in findings]
+    return findings + over
 
 
 def _judge(case: LoadingCase, at_epochs: Sequence[Finding]) -> list[Finding]:

@@ -48,6 +48,7 @@ def test_workers_that_were_slow_for_a_while_are_a_warning_if_that_cost_much_of_t
         r"That (?:began after (\d+) steps and )?ended after (\d+) steps", findings[0].summary
     ).groups("0")
     assert (int(began), int(ended)) == pytest.approx((first, first + slow), abs=2)
+    assert ("For a while, a fetch took" if first else "The verdict is on the batches after") in findings[1].summary
     assert "num_workers" not in " ".join(advice.text for advice in findings[0].advice)
     assert findings[0].value_of("lost_seconds") == pytest.approx(slow * (seconds / 2 - 0.04), rel=0.15)
 
