@@ -7,11 +7,10 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean, whole
+from collector.diagnosis.run.columns import SECOND_NS, floats, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.training import step_at
 from collector.diagnosis.stalls.case import loop_locus
@@ -66,15 +65,15 @@ def shard_skew(loop: Loop, even: Loop, slow: Collection[int]) -> ShardSkew:
     `even` is the loop `while_shared`. Its waits for `slow` workers have a cause of their own.
     """
     usual_rows = even.batches[floats(even.batches, "index") >= loop.ramp]
-    is_slow = usual_rows["worker"].isin(slow).to_numpy()
+    own_waits = usual_rows["wait_ns"].where(~usual_rows["worker"].isin(slow), 0.0)
+    usual = own_waits.groupby(usual_rows["epoch"]).mean()
     tail = loop.batches[~loop.batches.index.isin(even.batches.index)]
-    usual = mean(np.where(is_slow, 0.0, floats(usual_rows, "wait_ns")))
-    lost = np.nansum(floats(tail, "wait_ns") - np.nan_to_num(usual)) / SECOND_NS
+    lost = float((tail["wait_ns"] - tail["epoch"].map(usual).fillna(0.0)).sum()) / SECOND_NS
     counts = loop.fetches[loop.fetches["epoch"].isin(tail["epoch"])].groupby(["epoch", "worker"]).size().unstack()
     largest, epochs = counts.idxmax(axis=1).mode(), len(counts)
     is_mostly = (counts.idxmax(axis=1) == largest[0]).mean() > 0.5
     return ShardSkew(
-        seconds=float(lost),
+        seconds=lost,
         epochs=epochs,
         tail_batches=len(tail),
         share=float((counts.max(axis=1) / counts.mean(axis=1)).mean()),
