@@ -54,8 +54,8 @@ def while_shared(loop: Loop) -> Loop | None:
     is_uneven = (counts.size() == loop.num_workers) & (counts.max() > counts.mean() + 1)
     epochs, index = loop.batches["epoch"], floats(loop.batches, "index")
     is_late = floats(loop.batches, "time_ns") > epochs.map(ends.where(is_uneven)).to_numpy(dtype=float)
-    is_tail = pd.Series(is_late & (index >= loop.ramp), index=loop.batches.index)
-    is_tail &= is_tail.groupby(epochs).transform("sum") > loop.ramp
+    is_tail = is_late & (index >= loop.ramp)
+    is_tail &= pd.Series(is_tail).groupby(epochs.to_numpy()).transform("sum").to_numpy() > loop.ramp
     return dataclasses.replace(loop, batches=loop.batches[~is_tail]) if is_tail.any() else None
 
 
@@ -67,7 +67,8 @@ def shard_skew(loop: Loop, even: Loop, slow: Collection[int]) -> ShardSkew:
     usual_rows = even.batches[floats(even.batches, "index") >= loop.ramp]
     own_waits = usual_rows["wait_ns"].where(~usual_rows["worker"].isin(slow), 0.0)
     usual = own_waits.groupby(usual_rows["epoch"]).mean()
-    tail = loop.batches[~loop.batches.index.isin(even.batches.index)]
+    places, shared = (pd.MultiIndex.from_frame(part.batches[["epoch", "index"]]) for part in (loop, even))
+    tail = loop.batches[~places.isin(shared)]
     lost = float((tail["wait_ns"] - tail["epoch"].map(usual).fillna(0.0)).sum()) / SECOND_NS
     counts = loop.fetches[loop.fetches["epoch"].isin(tail["epoch"])].groupby(["epoch", "worker"]).size().unstack()
     largest, epochs = counts.idxmax(axis=1).mode(), len(counts)
