@@ -150,7 +150,9 @@ def too_slow_at_times(case: LoadingCase) -> Finding | None:
         ),
     )
     replays = ((predict(even, [outlook.measured.setting])[0].wait_ratio, cause) for even, cause in even_paces)
-    waited = next((one for one in replays if one[0] <= (1 - _MAIN_CAUSE) * outlook.current.wait_ratio), None)
+    least = min(option.wait_ratio for option in outlook.options)  # the waits for transfers stay in any setting
+    most = least + (1 - _MAIN_CAUSE) * (outlook.current.wait_ratio - least)
+    waited = next((one for one in replays if one[0] <= most), None)
     if waited is None:
         return None
     wait_ratio, cause = waited

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from loading_runs import STEADY, loading_findings
-from simulated_runs import finish, jittered, simulate
+from simulated_runs import finish, jittered, ns, simulate
 
 from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.loading.steady_state import change_within_epochs
@@ -134,14 +134,16 @@ def test_a_cause_that_was_another_before_is_listed_with_its_cost():
     assert "That began" not in now.summary
 
 
-@pytest.mark.parametrize("batches", [600, 470])
-def test_costs_that_rise_in_each_epoch_neither_begin_nor_end(batches):
-    """The second epoch is complete, or has come as far as its middle."""
+@pytest.mark.parametrize(("batches", "transfer"), [(600, 0.0), (470, 0.0), (600, 0.003)])
+def test_costs_that_rise_in_each_epoch_neither_begin_nor_end(batches, transfer):
+    """The second epoch is complete, or has come as far as its middle. A transfer takes time in any case."""
     run = RUN | {"batches": 300, "epochs": 2, "sampler": "SequentialSampler"}
     script = simulate(**run | {"service": lambda _generator, _worker, index: 0.02 + 0.00033 * index})
     for name in ("batch", "fetch"):
         rows = pd.concat(script.parts[name])
         script.parts[name] = [rows[rows["index"] + 300 * rows["epoch"] < batches]]
+    for rows in script.parts["batch"]:
+        rows[["wait_ns", "blocked_ns"]] += ns(transfer)
     _, found = loading_findings(script)
     slow = found["workers-too-slow"]
     assert not {"began", "ended"} & set(slow.summary.split())
