@@ -55,6 +55,8 @@ def columns(declared: tuple[records.Column, ...]) -> str:
 
 def fields(declared: tuple[events.Field, ...]) -> str:
     """Return the table of an event's fields."""
+    if not declared:
+        return "No further fields.\n"
     return table(("field", "type", "meaning"), ((each.name, each.kind, each.meaning) for each in declared))
 
 

@@ -66,6 +66,12 @@ def test_loop_without_a_leak_has_no_warning(run_and_report):
     assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
 
 
+def test_hand_written_updates_without_a_module_are_known_to_train(run_attached):
+    run = run_attached(SCRIPT, "without_a_module", 10)
+    assert run.done.returncode == 0, run.done.stderr
+    assert len(run.events("backward-pass")) == 1
+
+
 @pytest.mark.parametrize("count", [40])
 def test_forward_passes_of_the_outermost_module_are_counted(run_attached, count):
     run = run_attached(SCRIPT, "passes_of_nested_modules", count)

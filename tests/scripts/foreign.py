@@ -39,6 +39,17 @@ def written_by_hand(seconds, kept_kib):
     print(passes)
 
 
+@case
+def without_a_module(count):
+    """Gradient descent on a tensor: no module, no optimizer and no DataLoader."""
+    weights = torch.zeros(8, requires_grad=True)
+    for _ in range(int(count)):
+        (torch.randn(4, 8) @ weights - 1).square().mean().backward()
+        with torch.no_grad():
+            weights -= 0.01 * weights.grad
+            weights.grad = None
+
+
 class Nested(torch.nn.Module):
     """A model within which modules of other classes are called, among them one that led before."""
 

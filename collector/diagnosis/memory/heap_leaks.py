@@ -28,6 +28,7 @@ from collector.diagnosis.memory.leak import (
     filling_of,
     growth_of,
     leak_finding,
+    loading_finding,
     negligible_bytes,
     optimizer_bytes,
     optimizer_finding,
@@ -58,6 +59,7 @@ from collector.diagnosis.run.tables import RunTables, step_units, writer_of
 from collector.diagnosis.run.training import (
     after_training,
     iterates,
+    may_be_loading,
     since_ready,
     training_end_ns,
     while_running,
@@ -158,6 +160,8 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     may_be_starting = not (is_iterating or iterates(tables, key)) and growing.lasted_seconds < LOADING_SECONDS
     if may_be_starting and (tables.goes_on or life.has_raised(key)):
         return None  # its first iteration, or more time, would tell
+    if may_be_loading(tables, key):
+        return loading_finding(growing, grows=f"{process} grows")
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")
     leak = _with_threads(_leak_of_main(key, growing, is_iterating=is_iterating), use, thread_counts)

@@ -20,6 +20,7 @@ from collector.diagnosis.memory.leak import GrowingUse, Use, filling_of, growth_
 from collector.diagnosis.memory.resources import (
     GIVE_BACK_FREED,
     HOST_MEMORY,
+    HOST_MEMORY_OF_LOADING,
     HOST_MEMORY_OF_OTHERS,
     HOST_MEMORY_WITHOUT_WORKERS,
     LOOK_ELSEWHERE,
@@ -42,7 +43,12 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.run.training import after_training_ns, training_end_ns, training_start_ns
+from collector.diagnosis.run.training import (
+    after_training_ns,
+    may_be_loading,
+    training_end_ns,
+    training_start_ns,
+)
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Evidence, Finding, Limit, Locus, extended, fact
 from collector.store import ProcessKey
@@ -136,6 +142,8 @@ def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | No
 
 
 def _resource(tables: RunTables, host: str) -> Resource:
+    if may_be_loading(tables):
+        return HOST_MEMORY_OF_LOADING
     has_workers = (worker_samples(tables)["host"] == host).any()
     return HOST_MEMORY if has_workers else HOST_MEMORY_WITHOUT_WORKERS
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collector.diagnosis.memory.occasions import RiseAtOccasions, occasions_of, rise_at_occasions
-from collector.diagnosis.memory.resources import Resource
+from collector.diagnosis.memory.resources import HEAP_BEFORE_ITERATIONS, Resource
 from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, floats, origin_ns, seconds, window_text, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -401,6 +401,18 @@ def young_finding(growing: GrowingUse, *, negligible: float, grows: str) -> Find
         grows=grows, degree=degree, more=more, **growing.words
     )
     return _information("cannot-tell", summary, growing, (growing.rise, *growing.witnesses))
+
+
+def loading_finding(growing: GrowingUse, *, grows: str) -> Finding:
+    """Return the finding that a use grows before the first iteration of the run."""
+    goes_on, words = growing.use.tables.goes_on, growing.words
+    seen, loads = ("yet", "loads its data, or leaks") if goes_on else ("at all", "loaded its data, or leaked")
+    summary = (
+        f"{grows} by {words['slope']}/s, {words['rise']} so far. No batch, optimizer step or forward pass was seen "
+        f"{seen}: it {loads}. A leak goes on after the first of them."
+    )
+    finding = _information("cannot-tell", summary, growing, (growing.rise, *growing.witnesses))
+    return replace(finding, advice=HEAP_BEFORE_ITERATIONS.advice(words))
 
 
 def bounded_finding(use: Use, filling: Saturation, witnesses: tuple[Evidence, ...], *, fills: str) -> Finding:

@@ -79,6 +79,14 @@ HEAP_WITHOUT_ITERATIONS = replace(
         expected="the growth of {slope}/s stops",
     ),
 )
+#: The same before the first iteration of the run: its data may be as large.
+HEAP_BEFORE_ITERATIONS = replace(
+    HEAP_WITHOUT_ITERATIONS,
+    leak_advice=tuple(
+        replace(each, text=f"If it should not load that much, look {each.text.removeprefix('Look ')}")
+        for each in HEAP_WITHOUT_ITERATIONS.leak_advice
+    ),
+)
 #: The heap of a process whose growth is pinned memory in use: PyTorch's own gauge of it grows as much.
 HEAP_OF_PINNED = replace(
     HEAP,
@@ -299,6 +307,8 @@ HOST_MEMORY_WITHOUT_WORKERS = replace(
         _RAISE_LIMIT,
     ),
 )
+#: Host memory before the first iteration of the run: what grows may be its data.
+HOST_MEMORY_OF_LOADING = replace(HOST_MEMORY_WITHOUT_WORKERS, risk_advice=HOST_MEMORY_WITHOUT_WORKERS.full_advice)
 LOOK_ELSEWHERE = Advice(
     text="Look what else holds memory there: other programs (`top -o RES`), files in /dev/shm or another tmpfs "
     "(`df -h -t tmpfs`)",

@@ -35,6 +35,7 @@ STRUCTURAL_EVENTS = (
     "process-start",
     "process-exit",
     "process-attached",
+    "backward-pass",
     "process-seen",
     "left-running",
     "loader",

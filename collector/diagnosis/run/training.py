@@ -107,6 +107,15 @@ def iterates(tables: RunTables, key: ProcessKey) -> bool:
     return any(map(len, _iterations(tables, key)))
 
 
+def may_be_loading(tables: RunTables, key: ProcessKey | None = None) -> bool:
+    """Return whether a process with hooks, or the run, may still load its data: no iteration of the run was seen.
+
+    Hand-written updates without a module have backward passes, and no iterations to count.
+    """
+    has_begun = any(map(len, _iteration_times(tables))) or bool(tables.events_of("backward-pass"))
+    return not has_begun and bool(tables.events_of("process-attached", by=key))
+
+
 def _iterations(tables: RunTables, key: ProcessKey | None) -> tuple[pd.DataFrame, pd.DataFrame]:
     return written(tables, "batch", key), own_steps(tables, key)
 

@@ -131,6 +131,56 @@ def test_growth_of_a_live_process_without_iterations_is_told_after_two_minutes(s
     assert [finding.severity for finding in diagnose(script.tables()).findings if finding.locus.pid] == severities
 
 
+def attached(script):
+    """Return the run as one whose process has the hooks."""
+    script.event(START_SECONDS, "process-attached", argv=["python", "train.py"], parent_pid=90)
+    return script
+
+
+def growing_while_it_runs(**more):
+    script = program(RAMP, **more)
+    script.living, script.now_seconds = frozenset({MAIN}), float(SECONDS[-1])
+    return script
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (growing_while_it_runs(), "was seen yet: it loads its data, or leaks"),
+        (finish(program(RAMP), exit_status=-15), "was seen at all: it loaded its data, or leaked"),
+        (finish(program(RAMP)), "was seen at all: it loaded its data, or leaked"),
+    ],
+    ids=["running", "ended by SIGTERM", "finished"],
+)
+def test_growth_with_hooks_before_the_first_iteration_is_information(script, words):
+    verdict = diagnose(attached(script).tables())
+    [found] = [finding for finding in verdict.findings if finding.rate]
+    assert (found.kind, found.severity, found.suspected) == ("cannot-tell", "info", "main-heap-leak")
+    assert "10 MiB/s" in found.summary
+    assert words in found.summary
+    assert found.advice[0].text.startswith("If it should not load that much, look for what keeps references")
+    assert [check.status for check in verdict.checks if check.name == "training process's memory"] == ["not judged"]
+
+
+def test_loading_that_approaches_the_limit_is_a_warning_that_names_no_leak():
+    script = attached(growing_while_it_runs(total=5_000 * MIB))
+    (risk,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-risk"]
+    assert risk.severity == "critical"
+    assert risk.advice[0].text == "Hold less memory in the training process"
+    assert not [each for each in risk.advice if "leak" in each.text]
+
+
+@pytest.mark.parametrize("who_steps", [MAIN, ("node", 300, 1)], ids=["itself, by hand-written updates", "a child"])
+def test_growth_while_the_run_trains_is_a_leak_of_a_process_without_iterations(who_steps):
+    script = attached(growing_while_it_runs())
+    if who_steps == MAIN:
+        script.event(SECONDS[2], "backward-pass")
+    else:
+        steps = [{"time_ns": ns(at), "step": number} for number, at in enumerate(SECONDS)]
+        script.add("step", steps, key=who_steps)
+    assert [leak.severity for leak in leaks(script) if leak.locus.pid == MAIN[1]] == ["warning"]
+
+
 @pytest.mark.parametrize("more", [{}, {"alive": np.ones(30)}])
 def test_samples_of_a_steady_process_are_not_dropped_as_teardown(more):
     script = Script()
