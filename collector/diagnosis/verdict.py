@@ -22,6 +22,7 @@ from collector.diagnosis.memory.gpu_growth import find_device_growth
 from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
 from collector.diagnosis.memory.heap_leaks import find_leaks
 from collector.diagnosis.memory.host_oom_risk import find_host_risk
+from collector.diagnosis.memory.lasting_processes import find_lasting_processes
 from collector.diagnosis.memory.shared_memory import find_shared_memory
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -138,6 +139,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *leaks,
         *_guarded("device growth", find_device_growth, tables),
         *_guarded("device risk", find_device_risk, tables),
+        *_guarded("processes", find_lasting_processes, tables),
         *_guarded("descriptors", find_descriptors, tables),
         *_guarded("shared memory", find_shared_memory, tables),
         *_guarded("stalls", find_stalls, tables),

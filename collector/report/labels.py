@@ -120,6 +120,8 @@ LABELS = {
     "freed_rise_bytes": "growth of freed memory that stays",
     "fd_rise_count": "growth of open files",
     "thread_rise_count": "growth of the number of threads",
+    "process_rise_count": "growth of the number of processes",
+    "processes_rise_bytes": "growth of the memory of these processes",
     "fd_per_step": "more open files per step",
     "kept_workers_count": "workers of earlier iterators",
     "fd_count": "open files",

@@ -29,18 +29,15 @@ from collector.diagnosis.memory.resources import (
 from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
-    by_process,
     finite,
     floats,
-    held_bytes,
     host_samples,
-    median,
     peak,
     seconds,
     worker_samples,
     written,
 )
-from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes
+from collector.diagnosis.run.host_memory import binding_limit, demand_series, held_by_processes, kernel_bytes
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import (
@@ -164,21 +161,14 @@ def _matters(course: Course, copies: Sequence[Finding]) -> bool:
 def _run_bytes(use: Use) -> Floats:
     """Return the memory of the run's processes on a host at the times of its demand, NaN where none was sampled.
 
-    It is the sum of `held_bytes`, in which shared memory counts once. Workers that end with their epoch free what
-    they took, so it is the processes' sum that may grow, not each of them.
+    Workers that end with their epoch free what they took, so it is the processes' sum that may grow, not each of
+    them.
     """
     tables, host, times = use.tables, use.locus.host, use.times
 
     def find() -> Floats:
-        process, total = tables.stream("process"), np.full(len(times), np.nan)
-        margin = median(np.diff(times)) / 2  # the samples of a tick are not of one moment
-        for _, rows in by_process(process[process["host"] == host]):
-            held = held_bytes(rows)
-            at, held = seconds(rows)[np.isfinite(held)], finite(held)
-            if len(held):
-                lives = (times >= at[0] - margin) & (times <= at[-1] + margin)
-                total[lives] = np.nan_to_num(total[lives]) + np.interp(times[lives], at, held)
-        return total
+        process = tables.stream("process")
+        return held_by_processes(process[process["host"] == host], times)[0]
 
     return tables.once((_run_bytes, host, float(times[0]), len(times)), find)
 

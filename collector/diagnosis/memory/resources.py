@@ -87,6 +87,16 @@ HEAP_BEFORE_ITERATIONS = replace(
         for each in HEAP_WITHOUT_ITERATIONS.leak_advice
     ),
 )
+#: Processes that get more and more, none of which grows.
+LASTING_PROCESSES = Resource(
+    leak="main-heap-leak",
+    grows="The training starts processes that do not end: {count} more so far hold {rise}, {slope}/s{per_step}.",
+    leak_advice=advise(
+        text="Look for what starts processes and does not end them: subprocess.Popen without wait() or "
+        "terminate(), a multiprocessing Pool or Manager that is made again without a `with` block",
+        expected="the growth of {slope}/s stops",
+    ),
+)
 #: The heap of a process whose growth is pinned memory in use: PyTorch's own gauge of it grows as much.
 HEAP_OF_PINNED = replace(
     HEAP,

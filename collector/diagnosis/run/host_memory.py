@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
-from collector.diagnosis.run.columns import floats, host_samples, last, seconds
+from collector.diagnosis.run.columns import (
+    by_process,
+    finite,
+    floats,
+    held_bytes,
+    host_samples,
+    last,
+    median,
+    seconds,
+)
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 
@@ -34,6 +44,23 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     agent = tables.stream("agent")[["host", "time_ns", "verdict_anon_bytes"]]
     joined = samples[["host", "time_ns"]].merge(agent.drop_duplicates(["host", "time_ns"]), "left")
     return times, demand - np.nan_to_num(floats(joined, "verdict_anon_bytes"))
+
+
+def held_by_processes(samples: pd.DataFrame, times: Floats) -> tuple[Floats, Floats]:
+    """Return the memory that processes hold together at each time (seconds), and how many of them live then.
+
+    It is the sum of `held_bytes`, in which shared memory counts once; NaN where none lives.
+    """
+    total, counts = np.full(len(times), np.nan), np.zeros(len(times))
+    margin = median(np.diff(times)) / 2  # the samples of a tick are not of one moment
+    for _, rows in by_process(samples):
+        held = held_bytes(rows)
+        at, held = seconds(rows)[np.isfinite(held)], finite(held)
+        if len(held):
+            lives = (times >= at[0] - margin) & (times <= at[-1] + margin)
+            total[lives] = np.nan_to_num(total[lives]) + np.interp(times[lives], at, held)
+            counts[lives] += 1
+    return total, counts
 
 
 def kernel_bytes(tables: RunTables, host: str) -> float:

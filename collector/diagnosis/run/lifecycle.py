@@ -125,6 +125,14 @@ class Lifecycle:
             arguments[writer_of(event)] = event.get("argv")
         return {key: _program(list(map(str, argv))) for key, argv in arguments.items() if argv}
 
+    @cached_property
+    def _forks(self) -> frozenset[ProcessKey]:
+        """Processes with torch and the command line of a training process that never imported torch themselves."""
+        of_training = {(key[0], self.programs[key]) for key in self.mains if key in self.programs}
+        attached = {*map(writer_of, self.tables.events_of("process-attached", "process-start"))}
+        inherited = self.with_torch - attached
+        return frozenset(key for key in inherited if (key[0], self.programs.get(key)) in of_training)
+
     def has_raised(self, key: ProcessKey) -> bool:
         """Return whether a process ended by an exception, but not for lack of memory or by a signal."""
         error = self.exceptions.get(key)
@@ -141,6 +149,8 @@ class Lifecycle:
             return f"{'the training process' if rank is None else f'rank {rank}'} (pid {key[1]})"
         if key in self.watched:
             return f"the watched process (pid {key[1]})"
+        if key in self._forks:
+            return f"process {key[1]} (forked from the training process)"
         program = shorten(self.programs.get(key, ""), _PROGRAM_CHARACTERS, placeholder=" …")
         return f"process {key[1]} ({program})" if program else f"process {key[1]}"
 

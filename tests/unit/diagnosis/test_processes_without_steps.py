@@ -114,6 +114,25 @@ def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
     assert [check.status for check in verdict.checks if check.name == "training process's memory"] == ["fine"]
 
 
+def test_growing_fork_of_the_training_is_not_named_by_the_command_line_that_both_have():
+    script = program(np.zeros(180))
+    for kind in ("process-attached", "process-start"):
+        script.event(START_SECONDS, kind, argv=["python", "train.py"], parent_pid=90)
+    program(RAMP, key=("node", 300, 1), script=script)
+    script.event(
+        START_SECONDS + 3,
+        "process-seen",
+        COLLECTOR,
+        process_pid=300,
+        process_start_ticks=1,
+        argv=["python", "train.py"],
+        is_python=True,
+        has_torch=True,
+    )
+    (found,) = leaks(finish(script))
+    assert found.summary.startswith("Process 300 (forked from the training process) keeps taking host memory")
+
+
 @pytest.mark.parametrize(("asked_for", "count"), [(np.full(180, 2000.0), 0), (200 + RAMP, 1)])
 def test_filling_memory_allocated_before_is_no_leak(asked_for, count):
     assert len(leaks(finish(program(RAMP, data_bytes=asked_for * MIB)))) == count

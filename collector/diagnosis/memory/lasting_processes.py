@@ -1,0 +1,58 @@
+"""Find processes that get more and more: the training starts them, and they do not end.
+
+None of them grows, so no rule on a single process sees the memory that they hold together. Workers of a DataLoader
+have rules of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.memory.leak import GrowingUse, Use, leak_finding, rise_since
+from collector.diagnosis.memory.resources import LASTING_PROCESSES
+from collector.diagnosis.run.columns import PROCESS, floats, host_samples, sampled_on, seconds
+from collector.diagnosis.run.host_memory import held_by_processes
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.training import while_training
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS
+from collector.findings import Finding, Locus, fact
+from training_harness.records import ROLE_OTHER
+
+
+def find_lasting_processes(tables: RunTables) -> list[Finding]:
+    """Find `main-heap-leak` of processes that the training starts and never ends, at most once per host."""
+    hosts = sorted({host for host, *_ in lifecycle_of(tables).mains})
+    return [finding for host in hosts if (finding := _of_host(tables, host)) is not None]
+
+
+def _of_host(tables: RunTables, host: str) -> Finding | None:
+    times = seconds(while_training(tables, host_samples(tables, host)))
+    if len(times) < MIN_POINTS:
+        return None
+    held, counts = held_by_processes(_children(tables, host), times)
+    use = Use.of(tables, "processes", Locus(host=host, role="other"), times, np.nan_to_num(held))
+    number = replace(use, values=counts, unit="count")
+    # As with threads, a rise below one for each block of the trend is a few single events.
+    trend, more = use.growth(), number.growth(BLOCK_COUNTS[0])
+    if trend is None or more is None:
+        return None
+    started = round(rise_since(times, counts, trend))
+    return leak_finding(
+        LASTING_PROCESSES,
+        GrowingUse(use, trend, (fact("process_rise_count", started, "same window", n=more.n),)),
+        count=started,
+    )
+
+
+def _children(tables: RunTables, host: str) -> pd.DataFrame:
+    """Return the samples of processes on a host that are neither training nor workers."""
+    rows = sampled_on(tables, host)
+    rows = rows[floats(rows, "role") == ROLE_OTHER]
+    mains = lifecycle_of(tables).mains
+    is_main = [(str(h), int(p), int(t)) in mains for h, p, t in rows[PROCESS].itertuples(index=False)]
+    children: pd.DataFrame = rows[~np.array(is_main, dtype=bool)]
+    return children
