@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from collector.diagnosis.deaths.catalogue import FIND_CACHE, FIND_KEPT, FIX_HANG, FIX_LEAK, KILLED, WORKER_KILLED
+from collector.diagnosis.deaths.catalogue import (
+    FIND_CACHE,
+    FIND_KEPT,
+    FIND_OUTPUTS,
+    FIX_HANG,
+    FIX_LEAK,
+    KILLED,
+    WORKER_KILLED,
+)
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import Finding, extended
@@ -212,7 +220,7 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     if not leaks:
         return death
     fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
-    rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_CACHE))
+    rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_OUTPUTS, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
 
 

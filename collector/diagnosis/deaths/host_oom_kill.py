@@ -31,7 +31,7 @@ from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.limit_owner import SLURM_REMEDY, limit_owner
 from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.run.training import iterates, training_end_ns, training_start_ns
+from collector.diagnosis.run.training import iterates, own_steps, training_end_ns, training_start_ns
 from collector.findings import Advice, Finding, Limit, fact
 from collector.units import size
 
@@ -43,8 +43,8 @@ _SHORT_RATIO = 0.85
 _SLURM_RATIO = 0.9
 #: Share of a victim's memory that it took after its first step, from which it is called grown.
 _GROWN_RATIO = 0.25
-#: Share of that growth after the last step or batch, from which it is called a growth at once; and the samples
-#: before, of which a growth from step to step would show more than the rest.
+#: Share of that growth after the last step or batch, from which it is called a growth at once, or an evaluation's;
+#: and the samples before, of which a growth from step to step would show more than the rest.
 _AT_ONCE_RATIO, _FEW_SAMPLES = 0.5, 4
 #: Seconds before the victim's last sign of life of which samples count.
 _LAST_SECONDS = 5.0
@@ -160,9 +160,14 @@ def _growth(tables: RunTables, victim: Victim) -> tuple[str, Advice] | None:
     grown = held[-1] - held[0]
     if is_worker:
         return f", {size(grown)} of it since its first batch", catalogue.FIND_CACHE
-    before = held[times <= training_end_ns(tables)]
-    if len(before) >= _FEW_SAMPLES and held[-1] - before[-1] >= _AT_ONCE_RATIO * grown:
-        return f", {size(held[-1] - before[-1])} of it after the last step or batch", catalogue.TAKE_LESS_AT_ONCE
+    step_ns = peak(floats(own_steps(tables, key), "time_ns"))
+    for end_ns, when, advice in (
+        (training_end_ns(tables), "after the last step or batch", catalogue.TAKE_LESS_AT_ONCE),
+        (step_ns, "with the batches after the last step", catalogue.FIND_OUTPUTS),
+    ):
+        before = held[times <= end_ns]
+        if len(before) >= _FEW_SAMPLES and held[-1] - before[-1] >= _AT_ONCE_RATIO * grown:
+            return f", {size(held[-1] - before[-1])} of it {when}", advice
     return f", {size(grown)} of it since training began", catalogue.FIND_KEPT
 
 

@@ -405,11 +405,13 @@ def young_finding(growing: GrowingUse, *, negligible: float, grows: str) -> Find
 
 def loading_finding(growing: GrowingUse, *, grows: str) -> Finding:
     """Return the finding that a use grows before the first iteration of the run."""
-    goes_on, words = growing.use.tables.goes_on, growing.words
-    seen, loads = ("yet", "loads its data, or leaks") if goes_on else ("at all", "loaded its data, or leaked")
+    words = growing.words
+    loads = "at all: it loaded its data, or leaked."
+    if growing.use.tables.goes_on:
+        loads = "yet: it loads its data, or leaks. If it still grows once it iterates, it leaks."
     summary = (
         f"{grows} by {words['slope']}/s, {words['rise']} so far. No batch, optimizer step or forward pass was seen "
-        f"{seen}: it {loads}. A leak goes on after the first of them."
+        f"{loads}"
     )
     finding = _information("cannot-tell", summary, growing, (growing.rise, *growing.witnesses))
     return replace(finding, advice=HEAP_BEFORE_ITERATIONS.advice(words))

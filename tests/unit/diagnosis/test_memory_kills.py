@@ -15,7 +15,7 @@ from ended_runs import (
     with_memory,
 )
 from growing_memory import FLAT, RAMP, memory, training as growing_training
-from simulated_runs import MAIN, MIB, START_SECONDS, Script, sample_host, sample_process
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, ns, sample_host, sample_process
 
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
@@ -143,6 +143,19 @@ def test_a_kill_after_a_growth_at_once_asks_what_followed_the_last_step():
     (kill,) = [f for f in diagnose(end_run(end_workers(script), -9).tables()).findings if f.kind == "host-oom-kill"]
     assert "it last held 800 MiB, 500 MiB of it after the last step or batch, the limit" in kill.summary
     assert "checkpoint" in kill.advice[0].text
+
+
+def test_a_kill_in_an_evaluation_asks_what_is_kept_of_its_batches():
+    script = training()
+    seconds = [START_SECONDS + at for at in (1.1, 1.4, 1.7, 2.0, 3.2, 3.6, 3.9)]
+    values = [each * MIB for each in [300] * 4 + [500, 700, 800]]
+    script.add("batch", [{"time_ns": ns(START_SECONDS + at), "loader": 1} for at in (3.0, 3.2, 3.4, 3.6, 3.8)])
+    sample_host(script, seconds, demand=values, limit=1024 * MIB, cgroup_oom_kill_count=[0] * 6 + [1])
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=values, rss=values)
+    script.now_seconds = seconds[-1] + 0.5
+    (kill,) = [f for f in diagnose(end_run(end_workers(script), -9).tables()).findings if f.kind == "host-oom-kill"]
+    assert "it last held 800 MiB, 500 MiB of it with the batches after the last step, the limit" in kill.summary
+    assert kill.advice[0].text.startswith("Find what is kept of the batches after the last step")
 
 
 def test_a_kill_of_a_worker_that_grew_asks_for_what_it_keeps():
