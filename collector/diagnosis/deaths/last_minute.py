@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -61,14 +62,18 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     Workers of earlier epochs that had ended are left out (`earlier_workers`): a short epoch would list many.
 
     Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
-    read; `held_rise_bytes`, from the first to the last sample of that minute; `step`, the last that it ended;
-    `batch`, the index of the last one that it got or made; and `phase`, which its last record began.
-    Unknown values are NaN or None.
+    read, before an exception that ended it; `held_rise_bytes`, from the first to that sample of the minute; `step`,
+    the last that it ended; `batch`, the index of the last one that it got or made; and `phase`, which its last
+    record began. Unknown values are NaN or None.
     """
     samples = last_minute(tables)
-    groups = samples.groupby(WRITER, sort=False)
-    states = groups[["role", "rank", "loader", "worker", "seconds", *_MEMORY]].last()
-    states["held_rise_bytes"] = groups["held_bytes"].last() - groups["held_bytes"].first()
+    states = samples.groupby(WRITER, sort=False)[["role", "rank", "loader", "worker", "seconds"]].last()
+    # A process that an exception ends gives back what its frames held before it is gone.
+    raised_ns = {key: event["time_ns"] for key, event in lifecycle_of(tables).exceptions.items()}
+    ends_ns = [raised_ns.get(key, math.inf) for key in samples[WRITER].itertuples(index=False, name=None)]
+    memory = samples[samples["time_ns"] <= ends_ns].groupby(WRITER, sort=False)[_MEMORY]
+    states = states.join(memory.last())
+    states["held_rise_bytes"] = (memory.last() - memory.first())["held_bytes"]
     earlier = earlier_workers(tables)
     keys: list[ProcessKey] = [(str(host), int(pid), int(ticks)) for host, pid, ticks in states.index]
     keys = [key for key in keys if key[:2] not in earlier]

@@ -45,6 +45,17 @@ def test_last_minute_has_samples_only_of_processes_alive_then():
     assert grown.is_monotonic_increasing
 
 
+def test_memory_is_that_before_the_exception_which_frees_it():
+    script = start_training()
+    seconds = [START_SECONDS + second for second in range(30)]
+    held = [(300 + 10 * second) * MIB for second in range(25)] + [200 * MIB] * 5
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held)
+    script.event(seconds[24] + 0.5, "exception", type="MemoryError", message="")
+    [state] = last_states(script.tables()).to_dict("records")
+    assert (state["held_bytes"], state["held_rise_bytes"]) == (540 * MIB, 240 * MIB)
+    assert state["seconds"] == 0
+
+
 def test_report_of_a_death_has_memory_and_state_of_each_process():
     verdict = diagnose(killed_training().tables())
     body = json.loads(json.dumps(card.report(verdict, run_id="r", name="n")["summary"]["last_minute"]))
