@@ -63,6 +63,7 @@ from collector.diagnosis.run.training import (
     since_ready,
     training_end_ns,
     while_running,
+    while_training,
 )
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Locus, Rate, extended, fact
@@ -113,8 +114,11 @@ def find_leaks(tables: RunTables) -> list[Finding]:
 def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     """Return the finding that the memory of a process grows while it trains, else that it grows afterwards."""
     life, trains = lifecycle_of(tables), iterates(tables, key)
-    while_it_runs = while_running(tables, key)  # the fall at the end would hide growth before it
-    finding = _growth_in(tables, key, while_it_runs, is_iterating=trains or bool(life.watched))
+    rows = while_running(tables, key)  # the fall at the end would hide growth before it
+    is_fork = key in life.forks and iterates(tables, None)
+    if is_fork:  # it imports nothing, and the training does not wait until it has loaded something
+        rows = while_training(tables, rows)
+    finding = _growth_in(tables, key, rows, is_iterating=trains or is_fork or bool(life.watched))
     if finding is None and trains:
         finding = _growth_in(tables, key, after_training(tables, key), is_iterating=False)
         # Growth that ended by itself has a bound.

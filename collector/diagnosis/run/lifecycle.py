@@ -126,7 +126,7 @@ class Lifecycle:
         return {key: _program(list(map(str, argv))) for key, argv in arguments.items() if argv}
 
     @cached_property
-    def _forks(self) -> frozenset[ProcessKey]:
+    def forks(self) -> frozenset[ProcessKey]:
         """Processes with torch and the command line of a training process that never imported torch themselves."""
         of_training = {(key[0], self.programs[key]) for key in self.mains if key in self.programs}
         attached = {*map(writer_of, self.tables.events_of("process-attached", "process-start"))}
@@ -149,7 +149,7 @@ class Lifecycle:
             return f"{'the training process' if rank is None else f'rank {rank}'} (pid {key[1]})"
         if key in self.watched:
             return f"the watched process (pid {key[1]})"
-        if key in self._forks:
+        if key in self.forks:
             return f"process {key[1]} (forked from the training process)"
         program = shorten(self.programs.get(key, ""), _PROGRAM_CHARACTERS, placeholder=" …")
         return f"process {key[1]} ({program})" if program else f"process {key[1]}"

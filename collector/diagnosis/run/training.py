@@ -102,8 +102,8 @@ def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float
     return min(first, default=math.nan)
 
 
-def iterates(tables: RunTables, key: ProcessKey) -> bool:
-    """Return whether a process recorded a batch or a step."""
+def iterates(tables: RunTables, key: ProcessKey | None) -> bool:
+    """Return whether a process (or any of the run) recorded a batch or a step."""
     return any(map(len, _iterations(tables, key)))
 
 
