@@ -31,13 +31,14 @@ from collector.diagnosis.run.columns import (
     SECOND_NS,
     finite,
     floats,
+    held_bytes,
     host_samples,
     peak,
     seconds,
     worker_samples,
     written,
 )
-from collector.diagnosis.run.host_memory import binding_limit, demand_series, held_by_processes, kernel_bytes
+from collector.diagnosis.run.host_memory import binding_limit, demand_series, kernel_bytes, sum_of_processes
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import (
@@ -161,14 +162,14 @@ def _matters(course: Course, copies: Sequence[Finding]) -> bool:
 def _run_bytes(use: Use) -> Floats:
     """Return the memory of the run's processes on a host at the times of its demand, NaN where none was sampled.
 
-    Workers that end with their epoch free what they took, so it is the processes' sum that may grow, not each of
-    them.
+    Shared memory counts once (`held_bytes`). Workers that end with their epoch free what they took, so it is the
+    processes' sum that may grow, not each of them.
     """
     tables, host, times = use.tables, use.locus.host, use.times
 
     def find() -> Floats:
         process = tables.stream("process")
-        return held_by_processes(process[process["host"] == host], times)[0]
+        return sum_of_processes(process[process["host"] == host], times, held_bytes)[0]
 
     return tables.once((_run_bytes, host, float(times[0]), len(times)), find)
 

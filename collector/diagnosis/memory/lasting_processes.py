@@ -11,14 +11,24 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.memory.leak import GrowingUse, Use, leak_finding, rise_since
+from collector.diagnosis.memory.leak import GrowingUse, Use, leak_finding
 from collector.diagnosis.memory.resources import LASTING_PROCESSES
-from collector.diagnosis.run.columns import PROCESS, floats, host_samples, sampled_on, seconds
-from collector.diagnosis.run.host_memory import held_by_processes
+from collector.diagnosis.run.columns import (
+    PROCESS,
+    by_process,
+    finite,
+    floats,
+    host_samples,
+    median,
+    private_bytes,
+    sampled_on,
+    seconds,
+)
+from collector.diagnosis.run.host_memory import sum_of_processes
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import while_training
-from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats
 from collector.findings import Finding, Locus, fact
 from training_harness.records import ROLE_OTHER
 
@@ -33,14 +43,22 @@ def _of_host(tables: RunTables, host: str) -> Finding | None:
     times = seconds(while_training(tables, host_samples(tables, host)))
     if len(times) < MIN_POINTS:
         return None
-    held, counts = held_by_processes(_children(tables, host), times)
-    use = Use.of(tables, "processes", Locus(host=host, role="other"), times, np.nan_to_num(held))
+    children = _children(tables, host)
+    # A fork shares the memory of the training until it writes it. Of many processes, some are never read.
+    typical = median(finite(np.array([median(finite(private_bytes(rows))) for _, rows in by_process(children)])))
+
+    def private_of(rows: pd.DataFrame) -> Floats:
+        private = private_bytes(rows)
+        return private if np.isfinite(private).any() else np.full(len(rows), typical)
+
+    private, counts = sum_of_processes(children, times, private_of)
+    use = Use.of(tables, "processes", Locus(host=host, role="other"), times, np.nan_to_num(private))
     number = replace(use, values=counts, unit="count")
     # As with threads, a rise below one for each block of the trend is a few single events.
     trend, more = use.growth(), number.growth(BLOCK_COUNTS[0])
     if trend is None or more is None:
         return None
-    started = round(rise_since(times, counts, trend))
+    started = round(more.rise)
     return leak_finding(
         LASTING_PROCESSES,
         GrowingUse(use, trend, (fact("process_rise_count", started, "same window", n=more.n),)),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 
 from collector.diagnosis.run.columns import (
     by_process,
-    finite,
     floats,
-    held_bytes,
     host_samples,
     last,
     median,
@@ -46,20 +46,22 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     return times, demand - np.nan_to_num(floats(joined, "verdict_anon_bytes"))
 
 
-def held_by_processes(samples: pd.DataFrame, times: Floats) -> tuple[Floats, Floats]:
-    """Return the memory that processes hold together at each time (seconds), and how many of them live then.
+def sum_of_processes(
+    samples: pd.DataFrame, times: Floats, of_one: Callable[[pd.DataFrame], Floats]
+) -> tuple[Floats, Floats]:
+    """Return the memory of processes together at each time (seconds), and how many of them live then.
 
-    It is the sum of `held_bytes`, in which shared memory counts once; NaN where none lives.
+    `of_one` returns that of one process at each of its samples, NaN where it was not read. The sum is NaN where no
+    process lives that was ever read.
     """
     total, counts = np.full(len(times), np.nan), np.zeros(len(times))
     margin = median(np.diff(times)) / 2  # the samples of a tick are not of one moment
     for _, rows in by_process(samples):
-        held = held_bytes(rows)
-        at, held = seconds(rows)[np.isfinite(held)], finite(held)
-        if len(held):
-            lives = (times >= at[0] - margin) & (times <= at[-1] + margin)
-            total[lives] = np.nan_to_num(total[lives]) + np.interp(times[lives], at, held)
-            counts[lives] += 1
+        at, values = seconds(rows), of_one(rows)
+        lives, is_read = (times >= at[0] - margin) & (times <= at[-1] + margin), np.isfinite(values)
+        counts[lives] += 1
+        if is_read.any():
+            total[lives] = np.nan_to_num(total[lives]) + np.interp(times[lives], at[is_read], values[is_read])
     return total, counts
 
 
