@@ -62,18 +62,23 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     Workers of earlier epochs that had ended are left out (`earlier_workers`): a short epoch would list many.
 
     Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
-    read, before an exception that ended it; `held_rise_bytes`, from the first to that sample of the minute; `step`,
-    the last that it ended; `batch`, the index of the last one that it got or made; and `phase`, which its last
-    record began. Unknown values are NaN or None.
+    read, before what an exception that ended it freed; `held_rise_bytes`, from the first sample of
+    that minute; `step`, the last that it ended; `batch`, the index of the last that it got or made; and `phase`,
+    which its last record began. Unknown values are NaN or None.
     """
     samples = last_minute(tables)
     states = samples.groupby(WRITER, sort=False)[["role", "rank", "loader", "worker", "seconds"]].last()
     # A process that an exception ends gives back what its frames held before it is gone.
     raised_ns = {key: event["time_ns"] for key, event in lifecycle_of(tables).exceptions.items()}
     ends_ns = [raised_ns.get(key, math.inf) for key in samples[WRITER].itertuples(index=False, name=None)]
-    memory = samples[samples["time_ns"] <= ends_ns].groupby(WRITER, sort=False)[_MEMORY]
-    states = states.join(memory.last())
-    states["held_rise_bytes"] = (memory.last() - memory.first())["held_bytes"]
+    memory = samples.groupby(WRITER, sort=False)[_MEMORY]
+    before = samples[samples["time_ns"] <= ends_ns].groupby(WRITER, sort=False)[_MEMORY].last()
+    latest = memory.last()
+    before = before.reindex(latest.index)
+    gave_back = latest["held_bytes"] < before["held_bytes"]
+    latest.loc[gave_back] = before.loc[gave_back]
+    states = states.join(latest)
+    states["held_rise_bytes"] = latest["held_bytes"] - memory.first()["held_bytes"]
     earlier = earlier_workers(tables)
     keys: list[ProcessKey] = [(str(host), int(pid), int(ticks)) for host, pid, ticks in states.index]
     keys = [key for key in keys if key[:2] not in earlier]
