@@ -18,8 +18,7 @@ from collector.diagnosis.loading.names import add_loader_name, without_replaced_
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory.allocation_sites import add_allocation_sites
 from collector.diagnosis.memory.file_descriptors import find_descriptors
-from collector.diagnosis.memory.gpu_growth import find_device_growth
-from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
+from collector.diagnosis.memory.gpu_memory import find_device_growth, find_device_risk
 from collector.diagnosis.memory.heap_leaks import find_leaks
 from collector.diagnosis.memory.host_oom_risk import find_host_risk
 from collector.diagnosis.memory.lasting_processes import find_lasting_processes

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.deaths.cuda_errors import ALLOCATED_PEAK, TOTAL, CudaError, cuda_errors, figures_at
-from collector.diagnosis.memory.gpu_growth import more_tensors, step_peak_of, tensors_of
+from collector.diagnosis.memory.gpu_memory import more_tensors, step_peak_of, tensors_of
 from collector.diagnosis.run.allocators import Allocator, allocators
 from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import first_sentences

@@ -1,7 +1,6 @@
 """Recorded runs with GPUs, altered: another gauge of the allocator, more memory at the driver, another job."""
 
-from collector.diagnosis.memory.gpu_growth import find_device_growth
-from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
+from collector.diagnosis.memory.gpu_memory import find_device_growth, find_device_risk
 from tests.recorded_runs import at_times, rise, with_columns
 from training_harness.records import ROLE_MAIN
 

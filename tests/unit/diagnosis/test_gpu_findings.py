@@ -25,7 +25,7 @@ from altered_gpu_runs import (
 from simulated_runs import MIB
 
 from collector.diagnosis.memory.allocation_sites import rank_sites
-from collector.diagnosis.memory.gpu_growth import find_device_growth
+from collector.diagnosis.memory.gpu_memory import find_device_growth
 from collector.diagnosis.verdict import diagnose
 from collector.report.wording import check_words
 from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth

@@ -18,8 +18,7 @@ from altered_gpu_runs import (
 )
 from simulated_runs import MIB
 
-from collector.diagnosis.memory.gpu_growth import find_device_growth
-from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
+from collector.diagnosis.memory.gpu_memory import find_device_growth, find_device_risk
 from collector.diagnosis.verdict import diagnose
 from tests.recorded_runs import (
     at_last_step,
