@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -64,6 +65,14 @@ def test_leak_is_found_without_dataloader_and_optimizer(run_and_report):
 def test_loop_without_a_leak_has_no_warning(run_and_report):
     _, reported = run_and_report(sys.executable, SCRIPT, "written_by_hand", 8, 0)
     assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
+
+
+def test_warnings_of_torch_name_the_same_lines_as_without_tidegauge(run_attached):
+    bare, run = run_bare(SCRIPT, "warned_by_torch"), run_attached(SCRIPT, "warned_by_torch")
+    places, expected = (re.findall(r"^(\S+:\d+): UserWarning", done.stderr, re.M) for done in (run.done, bare))
+    assert len(run.table("batch")) == 6
+    assert sum("foreign.py" in place for place in expected) == 2, "one for each loader"
+    assert places == expected
 
 
 def test_hand_written_updates_without_a_module_are_known_to_train(run_attached):

@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.multiprocessing as mp
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 CASES = {}
 
@@ -251,6 +251,26 @@ def raises_in_colour():
     for number, _ in enumerate(train_loader):
         if number == 3:
             raise RuntimeError("\x1b[31mthe loss is nan\x1b[0m")
+
+
+class Longer(IterableDataset):
+    """A stream with more samples than its length."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(torch.ones(3))
+
+
+@case
+def warned_by_torch():
+    """Loaders that torch warns of, when an iterator is created and at a batch."""
+    for num_workers in ("0", "1"):
+        loader = DataLoader(Longer(), batch_size=None, num_workers=int(num_workers), pin_memory=True)
+        print(len(loader))
+        for batch in loader:
+            print(batch)
 
 
 @case

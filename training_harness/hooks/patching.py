@@ -9,12 +9,29 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self, TypeVar
 
 from training_harness import session
 
+#: Python's warnings pass over frames of files with both of these in their names (CPython, Python/_warnings.c,
+#: `is_internal_filename`).
+_INTERNAL = " (as importlib._bootstrap)"
+
 _Result = TypeVar("_Result")
+
+
+_Function = TypeVar("_Function", bound=FunctionType)
+
+
+def unseen_by_warnings(function: _Function) -> _Function:
+    """Let a replacement be no caller for `warnings.warn(…, stacklevel=2)` in the function that it calls.
+
+    The warning names the line of the real caller, and filters by module and line have their usual effect.
+    """
+    code = function.__code__
+    function.__code__ = code.replace(co_filename=code.co_filename + _INTERNAL)
+    return function
 
 
 class Hook:

@@ -22,7 +22,7 @@ from training_harness import session
 from training_harness.hooks.loading.loader import LoaderHook
 from training_harness.hooks.loading.loader_ids import LoaderInfo, Setting
 from training_harness.hooks.loading.obstacles import batch_obstacle, error_words, is_persistent, obstacle
-from training_harness.hooks.patching import Hook
+from training_harness.hooks.patching import Hook, unseen_by_warnings
 from training_harness.hooks.process import is_worker
 from training_harness.layout import WORKERS_AUTO, WORKERS_VARIABLE, loader_settings_path
 
@@ -198,6 +198,7 @@ def _iter(hook: _SettingHook, original: Any) -> Any:
 
 
 def _init(hook: _SettingHook, original: Any) -> Any:
+    @unseen_by_warnings
     @functools.wraps(original)
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         change = hook.changes.get(id(loader))

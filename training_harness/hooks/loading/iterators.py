@@ -21,7 +21,7 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks.loading.loader import NESTED, STOPPING, LoaderHook, states
 from training_harness.hooks.loading.worker import WorkerEntry
-from training_harness.hooks.patching import Hook
+from training_harness.hooks.patching import Hook, unseen_by_warnings
 from training_harness.hooks.stages import stages
 from training_harness.hooks.training.step_phases import Progress
 from training_harness.records import MISSING_INT32, MISSING_INT64, UNIT_BATCH
@@ -76,6 +76,7 @@ def _replace_queue_methods(hook: LoaderHook, kind: type) -> dict[str, bool]:
 def _init(hook: LoaderHook, original: Any) -> Any:
     clock = time.monotonic_ns
 
+    @unseen_by_warnings
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         begun_ns = clock()
         original(self, loader, *args, **kwargs)
@@ -119,6 +120,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
     state_of, progress, calls = states.get, hook.progress, hook.progress.calls
     on_batch_request, on_yield, on_inline_batch = progress.on_batch_request, hook.on_yield, hook.on_inline_batch
 
+    @unseen_by_warnings
     def advance(self: Any) -> Any:
         state, thread = state_of(id(self)), get_ident()
         # A loader within the dataset of a loader that loads inline is part of that one's fetch.

@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from training_harness import session
-from training_harness.hooks.patching import Hook
+from training_harness.hooks.patching import Hook, unseen_by_warnings
 
 #: Number of loaders that get an event: a loop that makes a new DataLoader in each step must not flood the events.
 _DESCRIBED_LOADERS = 1000
@@ -222,6 +222,7 @@ def _goes_on(call: tuple[CodeType, int] | None, loader: Any) -> bool:
 
 
 def _init(hook: Hook, original: Any) -> Any:
+    @unseen_by_warnings
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
