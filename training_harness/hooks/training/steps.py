@@ -211,7 +211,7 @@ def install_backward(progress: Progress) -> Hook:
     calls, clock, cpu_clock = progress.calls, time.monotonic_ns, time.thread_time_ns
     on_backward, mark = progress.on_backward, progress.mark
     running = False  # a checkpointed part of the model runs a backward pass within the backward pass
-    is_reported = False
+    is_reported = False  # that this process trains, where nothing else may show it, as in hand-written updates
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
@@ -223,7 +223,9 @@ def install_backward(progress: Progress) -> Hook:
             try:
                 if not is_reported:
                     is_reported = True
-                    _report_backward()
+                    current = session.active or session.start()
+                    if current is not None and not current.process_started:
+                        current.events.append("backward-pass")
                 calls.log((hook, on_backward, clock(), cpu_clock() if progress.reads_cpu else UNREAD))
             except Exception as error:
                 hook.fail(error)
@@ -240,13 +242,6 @@ def install_backward(progress: Progress) -> Hook:
 
     hook.replace(sys.modules["torch.autograd"], "backward", make)
     return hook
-
-
-def _report_backward() -> None:
-    """Record that this process trains where nothing else may show it, as in hand-written updates."""
-    current = session.active or session.start()
-    if current is not None and not current.process_started:
-        current.events.append("backward-pass")
 
 
 def step(progress: Progress) -> None:
