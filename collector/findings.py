@@ -29,8 +29,6 @@ from tidegauge.findings import (
 )
 from tidegauge.kinds import KINDS as KINDS, Fault as Fault
 
-#: Measurement: the steps from one occasion at which memory grows, such as an evaluation, to the next.
-STEPS_BETWEEN = "steps_between_times_count"
 #: Ends of names of measurements that are units.
 _UNITS = ("bytes", "ratio", "seconds", "sigmas", "status")
 #: Parts of a loader's name that change from commit to commit: the line that makes it, and the batch size.

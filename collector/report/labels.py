@@ -94,7 +94,6 @@ LABELS = {
     "copying_workers_count": "workers that copy",
     "rise_each_time_bytes": "growth of memory at each of these times",
     "rise_each_time_count": "growth of the number at each of these times",
-    "steps_between_times_count": "steps from one of these times to the next",
     "rise_at_these_times_ratio": "growth at these times, share of all",
     "last_held_bytes": "last memory of the process",
     "slope_first_half": "growth in the first half",

@@ -10,7 +10,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from types import FunctionType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from training_harness import session
 
@@ -19,9 +19,7 @@ from training_harness import session
 _INTERNAL = " (as importlib._bootstrap)"
 
 _Result = TypeVar("_Result")
-
-
-_Function = TypeVar("_Function", bound=FunctionType)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unseen_by_warnings(function: _Function) -> _Function:
@@ -29,8 +27,9 @@ def unseen_by_warnings(function: _Function) -> _Function:
 
     The warning names the line of the real caller, and filters by module and line have their usual effect.
     """
-    code = function.__code__
-    function.__code__ = code.replace(co_filename=code.co_filename + _INTERNAL)
+    replacement = cast("FunctionType", function)
+    code = replacement.__code__
+    replacement.__code__ = code.replace(co_filename=code.co_filename + _INTERNAL)
     return function
 
 

@@ -7,7 +7,6 @@ leaks is asked once which lines allocate the memory that stays.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from collector.agent.problems import Problems
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import NamedSample, Sample
 from collector.errors import TidegaugeError
-from collector.findings import KINDS, STEPS_BETWEEN, Finding, Locus
+from collector.findings import KINDS, Finding, Locus
 from collector.store import Counts, Run
 from training_harness.layout import SNAPSHOT_STEPS, read_manifest
 
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 #: Seconds after which a request expires, if the process ends no step.
 EXPIRY_SECONDS = 600.0
-#: Length of a trace of growth at certain times, such as starts of epochs, over their distance.
-_TIMES_TRACED = 2.5
 
 
 class Outlets:
@@ -252,15 +249,11 @@ class Investigator:
                 or self._closed
             ):
                 continue
-            to, steps = _addressee(finding.locus), SNAPSHOT_STEPS["growth"]
+            to = _addressee(finding.locus)
             name = "growth-of-" + "-".join(str(part) for part in to.values())
-            between = finding.value_of(STEPS_BETWEEN) if finding.locus.device is not None else None
-            if between is not None:  # it grows once an epoch, say: each half of the trace must have a start of one
-                name, steps = f"{name}-seldom", math.ceil(_TIMES_TRACED * between)
             if name not in self._requests:
                 self._requests[name] = path = request_path(self._run, name)
-                lasts, of_devices = EXPIRY_SECONDS, between is not None
-                put_request(path, "growth", steps=steps, lasts_seconds=lasts, to=to, is_of_devices=of_devices)
+                put_request(path, "growth", steps=SNAPSHOT_STEPS["growth"], lasts_seconds=EXPIRY_SECONDS, to=to)
 
     def note_event(self, event: Mapping[str, Any]) -> None:
         """Mark a request as answered, to this collector or one before, so that it is not repeated."""

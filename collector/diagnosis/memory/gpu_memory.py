@@ -47,7 +47,7 @@ from collector.findings import Evidence, Finding, Limit, Locus, cannot_tell, ext
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
 _MIN_RETRY_STEPS = 2
-#: Tensors by which a step adds at least to those kept, if it keeps a graph with what that saved.
+#: Fewest tensors that a step keeps if it keeps a graph with what that saved.
 _TENSORS_OF_A_GRAPH = 3
 
 
@@ -121,10 +121,23 @@ def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
         where = f"Memory of tensors on GPU {rank.locus.device} grows"
         finding = optimizer_finding(use, allocated - use.values, negligible_bytes(allocated), grows=where)
         return [finding] if finding is not None else []
-    counts = np.diff(rank.column("allocation_count")[rank.seconds >= trend.since_seconds])
-    is_single = (counts > 0).any() and np.median(counts[counts > 0]) < _TENSORS_OF_A_GRAPH
+    is_single = _keeps_single(rank.column("allocation_count")[rank.seconds >= trend.since_seconds])
     resource = resources.SINGLE_TENSORS if is_single else resources.TENSORS
     return [leak_finding(resource, GrowingUse(use, trend, more_tensors(tables, rank, trend)))]
+
+
+def _keeps_single(counts: Floats) -> bool:
+    """Return whether the tensors that stay came one or two at a time, by their number after each step.
+
+    False where that is not known, or hidden by tensors that come and go.
+    """
+    if not len(counts) or not np.isfinite(counts).all():
+        return False
+    staying = np.minimum.accumulate(counts[::-1])[::-1]
+    came = np.sort(np.diff(staying))
+    half = np.searchsorted(np.cumsum(came), came.sum() / 2)  # half of them came in larger numbers
+    passing = float(np.median(counts - staying))
+    return bool(came.sum() > 0 and max(came[half], passing) < _TENSORS_OF_A_GRAPH)
 
 
 def more_tensors(tables: RunTables, rank: Allocator, trend: Growth) -> tuple[Evidence, ...]:

@@ -119,11 +119,7 @@ class Use:
         """Return its growth at checkpoints, evaluations or epochs of its process, if most of it happens there."""
         if self.key is None:
             return None
-        rises = rise_at_occasions(occasions_of(self.tables, self.key), self.times, self.values, least_rise)
-        if rises is None:
-            return None
-        begin, end = np.interp([rises.begin_seconds, rises.end_seconds], self.times, self.steps)
-        return replace(rises, steps_between=(end - begin) / (rises.count + 1))
+        return rise_at_occasions(occasions_of(self.tables, self.key), self.times, self.values, least_rise)
 
     @property
     def lasts_to_end(self) -> bool:

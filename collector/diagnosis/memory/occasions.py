@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from collector.diagnosis.run.columns import SECOND_NS, floats, written
 from collector.diagnosis.run.tables import RunTables, once
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.diagnosis.statistics.student_t import student_t_quantile
-from collector.findings import STEPS_BETWEEN, Advice, Evidence, fact
+from collector.findings import Advice, Evidence, fact
 from collector.store import ProcessKey
 
 #: Samples on each side of an occasion whose median is the level there: half of those up to the next one, at most
@@ -72,7 +71,6 @@ class RiseAtOccasions:
         begin_seconds, end_seconds: time that they span.
         total: growth over that time.
         occasion_seconds: their own part of that time.
-        steps_between: steps from one to the next, NaN if not known.
     """
 
     names: tuple[str, ...]
@@ -83,7 +81,6 @@ class RiseAtOccasions:
     end_seconds: float
     total: float
     occasion_seconds: float
-    steps_between: float = math.nan
 
     @property
     def words(self) -> str:
@@ -91,13 +88,11 @@ class RiseAtOccasions:
         return " or ".join(self.names)
 
     def facts(self, unit: str) -> tuple[Evidence, ...]:
-        """Return the rise at each, its share of the growth, and their distance, as evidence."""
+        """Return the rise at each, and its share of the growth, as evidence."""
         window = f"{self.count} times"
-        is_known = math.isfinite(self.steps_between)
         return (
             fact(f"rise_each_time_{unit}", round(self.rise), window, unit=unit, n=self.count),
             fact("rise_at_these_times_ratio", round(min(self.ratio, 1.0), 4), window, n=self.count),
-            *([fact(STEPS_BETWEEN, round(self.steps_between), window, n=self.count)] if is_known else []),
         )
 
     def advice(self) -> tuple[Advice, ...]:

@@ -203,6 +203,18 @@ def test_advice_is_about_graphs_only_if_a_step_keeps_as_many_tensors(tensors, fi
     assert first in only_finding(kept, "gpu-tensor-leak").advice[0].text
 
 
+@pytest.mark.parametrize(("kept", "every", "noise"), [(12, 10, 2), (1, 1, 12)])
+def test_advice_is_general_where_the_number_of_tensors_does_not_decide(kept, every, noise):
+    run, generator = recorded(TENSORS), np.random.default_rng(0)
+
+    def counts(rows):
+        steps = np.arange(len(rows))
+        return 1000 + kept * (steps // every) + generator.integers(0, noise, len(rows))
+
+    advice = only_finding(with_allocator(run, allocation_count=counts), "gpu-tensor-leak").advice[0].text
+    assert "with their graph" in advice
+
+
 def test_tensors_that_are_the_memory_themselves_are_not_advised_to_be_detached():
     run = recorded(TENSORS)
     [event], held = run.events_of("process-start"), replace(graph("train.py:7 step", 50, 20 * MIB), device="cuda:0")

@@ -29,8 +29,6 @@ FRAMES = 25
 #: Time in ns and memory of the traces in bytes after which tracing ends, even before the requested steps do.
 LIMIT_NS = 20_000_000_000
 LIMIT_BYTES = 64 * 2**20
-#: Time in ns after which a trace of device memory ends.
-DEVICE_LIMIT_NS = 3_600_000_000_000
 
 _tracing = _frozen = False
 #: Number of nodes of autograd's graphs that are visited; growth beyond them is not seen.
@@ -53,6 +51,8 @@ class Growth:
     """
 
     def __init__(self, torch: Any, steps: int, unit: str = "steps") -> None:
+        if tracemalloc.is_tracing():
+            raise RefusedError("the training uses tracemalloc itself; try again when it has stopped")
         self._torch = torch
         self._steps = steps
         self._unit = unit
@@ -60,7 +60,7 @@ class Growth:
         self._first: Mark | None = None
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._begun_ns = time.monotonic_ns()
-        self._start()
+        _trace(on=True)
 
     def end_step(self) -> bool:
         """Count a step; return True when it was the last one and `save` comes next."""
@@ -88,11 +88,6 @@ class Growth:
             self.stop()
         return save(current, "growth", growth_between(first, last, self._unit))
 
-    def _start(self) -> None:
-        if tracemalloc.is_tracing():
-            raise RefusedError("the training uses tracemalloc itself; try again when it has stopped")
-        _trace(on=True)
-
     def _used_ratio(self) -> float:
         """Return the used share of the steps, of the time or of the memory, the largest of the three."""
         return max(
@@ -109,39 +104,6 @@ class Growth:
         finally:
             if collecting:
                 gc.enable()
-
-
-class DeviceGrowth(Growth):
-    """The same for the memory of CUDA devices, by the allocator's own stacks.
-
-    They cost some 2 µs an allocation, where `tracemalloc` makes steps several times as long. So all steps between
-    two evaluations or epochs can be traced.
-    """
-
-    def stop(self) -> None:
-        """End the trace, unless the training had begun to record stacks itself."""
-        if self._is_own:
-            self._torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _start(self) -> None:
-        self._is_own = not self._torch._C._cuda_isHistoryEnabled()
-        if self._is_own:
-            self._torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
-
-    def _used_ratio(self) -> float:
-        return max(self._steps_done / self._steps, (time.monotonic_ns() - self._begun_ns) / DEVICE_LIMIT_NS)
-
-    def _take_mark(self) -> Mark:
-        held = {device: size for device, size in _held_bytes(self._torch).items() if device != "cpu"}
-        mark = Mark(self._steps_done, Counter(), Counter(), Counter(), held, True)
-        for segment in self._torch.cuda.memory._snapshot()["segments"]:
-            for block in segment["blocks"]:
-                if block["state"] == "active_allocated" and block.get("frames"):
-                    stack = tuple((frame["filename"], frame["line"]) for frame in block["frames"])
-                    row = _Row(stack, f"cuda:{segment['device']}", "")
-                    mark.counts[row] += 1
-                    mark.bytes[row] += block["size"]
-        return mark
 
 
 def _trace(*, on: bool) -> None:

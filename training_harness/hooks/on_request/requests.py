@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from training_harness import session
 from training_harness.hooks.on_request import risk
-from training_harness.hooks.on_request.allocation_growth import DeviceGrowth, Growth
+from training_harness.hooks.on_request.allocation_growth import Growth
 from training_harness.hooks.on_request.snapshots import RefusedError, save, save_allocator, write
 from training_harness.hooks.on_request.tensor_census import census
 from training_harness.hooks.patching import Hook
@@ -163,8 +163,7 @@ class Requests:
         if self._running is not None:
             raise RefusedError("another profile or growth is being recorded; try again when it has ended")
         steps = int(request["steps"])
-        make_growth = DeviceGrowth if request.get("is_of_devices") else Growth
-        self._running = Profile(torch, steps) if what == "profile" else make_growth(torch, steps, self._unit)
+        self._running = Profile(torch, steps) if what == "profile" else Growth(torch, steps, self._unit)
         self._running_name, self._running_since_ns = name, time.monotonic_ns()
         return None
 
