@@ -44,6 +44,7 @@ from training_harness.layout import (
     STORE_VARIABLE,
     WORKERS_AUTO,
     WORKERS_VARIABLE,
+    home_path,
     replace_file,
 )
 
@@ -357,7 +358,10 @@ def _run(
             verdict = _judge_and_publish(outcome.run, outlets)
             show_card(outcome.run, verdict, home=home, to_stderr=True)
         except KeyboardInterrupt:
-            say(f"interrupted before the verdict: `tidegauge report {outcome.run.run_id}` shows it")
+            from collector.report.card import command_for
+
+            command = command_for(home, home_path(), "report", outcome.run.run_id)
+            say(f"interrupted before the verdict: `{command}` shows it")
         except Exception as error:  # noqa: BLE001 - the command's exit status stands
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 import traceback

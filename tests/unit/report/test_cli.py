@@ -209,7 +209,9 @@ def test_ctrl_c_before_the_verdict_leaves_the_status_and_says_where_the_verdict_
     monkeypatch.setattr(running, "judge", judge)
     status, _, stderr = tidegauge("run", "--", "true")
     assert status == 3
-    assert stderr == f"tidegauge: interrupted before the verdict: `tidegauge report {run.run_id}` shows it\n"
+    assert re.fullmatch(
+        rf"tidegauge: interrupted before the verdict: `\S*tidegauge report {run.run_id}` shows it\n", stderr
+    )
 
 
 def test_help_is_shown_without_a_command(tidegauge):
