@@ -120,8 +120,8 @@ def headline(verdict: Verdict) -> Text:
     parts = [duration(verdict.duration_seconds)]
     if _has_trained(verdict):
         unit = wording.step_word(verdict)
-        made = counted(verdict.steps or verdict.batches, unit)
-        parts.append(f"{made}{', no optimizer step' if unit == 'batch' else ''}")
+        iterations = counted(verdict.steps or verdict.batches, unit)
+        parts.append(f"{iterations}{', no optimizer step' if unit == 'batch' else ''}")
         reporting, workers = verdict.workers_reporting
         parts += [f"{reporting} of {workers} workers"] if workers else []
     if verdict.attempts > 1:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.deaths.cuda_errors import ALLOCATED_PEAK, TOTAL, CudaError, cuda_errors, figures_at
+from collector.diagnosis.loading.loaders import joined_batches
 from collector.diagnosis.memory.gpu_memory import more_tensors, step_peak_of, tensors_of
 from collector.diagnosis.run.allocators import Allocator, allocators
 from collector.diagnosis.run.columns import floats, peak, whole, written
@@ -253,7 +254,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     key, at_ns, event = error.key, error.at_ns, error.event
     records = allocators(tables.stream("device_memory"))
     own = next((a.before(at_ns) for a in records if (a.key, a.device) == (key, error.device)), None)
-    batches, steps = written(tables, "batch", key), written(tables, "step", key)
+    batches, steps = joined_batches(tables, key), written(tables, "step", key)
     is_trained = np.isfinite(floats(steps, "backward_ns")) | (floats(steps, "unit") >= UNIT_OPTIMIZER)
     steps_ns, trains = floats(steps, "time_ns"), bool(is_trained.any())
     batches, steps_ns = batches[floats(batches, "time_ns") <= at_ns], steps_ns[steps_ns <= at_ns]
@@ -343,8 +344,9 @@ def _summary(scene: _Scene, process: str) -> str:
         text += f". {counted(scene.batch_counts[0], 'batch')} came without a step"
         text += f", in which tensors took {size(scene.taken_bytes)}" if math.isfinite(scene.taken_bytes) else ""
     if scene.begins_loader and math.isfinite(scene.batch_bytes[0]):
-        sizes = map(size, scene.batch_bytes)
-        text += ". It came with the first batch of a loader, of {}; the largest of others had {}".format(*sizes)
+        first, largest = scene.batch_bytes
+        text += f". It came with the first batch of a loader, of {size(first)}"
+        text += f"; the largest of others had {size(largest)}" if math.isfinite(largest) else ""
     for name, owner in _OTHERS.items():
         if scene.of(name) >= request:
             text += f". {owner} held {size(scene.of(name))}"

@@ -225,6 +225,11 @@ def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.Data
     return rows.assign(loader=joined, epoch=floats(rows, "epoch") + _MOST_EPOCHS * loader)
 
 
+def joined_batches(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """Return the batches of a training process, with one number for loaders that it makes again."""
+    return _join_loaders(written(tables, "batch", key), recreated_loaders(tables, key))
+
+
 class Epoch(NamedTuple):
     """The start of an epoch: its event, its training process and loader, and its workers by number."""
 

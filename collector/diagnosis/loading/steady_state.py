@@ -31,7 +31,8 @@ MIN_BATCHES = 10
 _REGIME_RATIO = 1.5  # of fetch times before a change and since, beyond the error
 _LEAST_SINCE = 0.1  # share of the fetches since a change, and before it
 _MOST_BEFORE = 0.5  # largest share of the fetches before a jump to shorter ones
-_MOST_ALIKE = 0.5  # share of the fetches of other epochs that differ by index in the same way
+#: Share of the fetches of other epochs that change at the same index; above it, the change belongs to each epoch.
+_MOST_ALIKE = 0.5
 _ALWAYS_BUSY = 0.9  # share of the time; the rest is too short to be what the loop mostly waits for
 #: A pause (validation, a checkpoint) is rarer than this and that many times longer than usual.
 _PAUSE_QUANTILE, _PAUSE_FACTOR = 0.95, 10.0
@@ -259,7 +260,8 @@ class Change:
             return f"The first epoch is left out: a fetch took {self.took} in it and takes {self.takes} since."
         if self.kind == "spell":
             whose = "" if self.worker is None else f" of worker {self.worker}"
-            return f"For a while, a fetch{whose} took {self.took}, and {self.takes} otherwise."
+            ratios = "the shares above leave that time out"
+            return f"For a while, a fetch{whose} took {self.took}, and {self.takes} otherwise; {ratios}."
         begin = since_words(self.since)
         if self.kind == "drift":
             judged = f"the verdict is on those {begin} ({self.takes}, before {self.took})"

@@ -94,7 +94,8 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
         ns_in(tables.events_of("checkpoint", by=main), steps), np.maximum(work - float(np.median(work)), 0.0)
     )
     saves = _saves(tables, steps, saving, main)
-    others = _regular_pauses(tables, steps, work - saving, main)
+    rest = steps.assign(other_ns=np.maximum(floats(steps, "other_ns") - saving, 0.0))
+    others = _regular_pauses(tables, rest, work - saving, main, has_save=saving > 0)
     if saves:
         others = [
             extended(finding, "The time that it saves a checkpoint is not part of that.") for finding in others
@@ -169,7 +170,13 @@ def _recompilations(tables: RunTables, main: ProcessKey) -> list[Finding]:
     ]
 
 
-def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey) -> list[Finding]:
+def _regular_pauses(
+    tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey, *, has_save: npt.NDArray[np.bool_]
+) -> list[Finding]:
+    """Find pauses at regular distances; `work` and `other_ns` are without the time of saves.
+
+    The CPU time and the samples of a step are those of its save too, and do not show whether the rest waits.
+    """
     usual, starts = float(np.median(work)), _has_epoch_start(tables, steps, main)
     at = _long_steps(tables, steps, work, main, starts)
     if not _MIN_PAUSES <= len(at) <= _MOST_PAUSES * len(steps):
@@ -187,9 +194,10 @@ def _regular_pauses(tables: RunTables, steps: pd.DataFrame, work: Floats, main: 
     if queued_ns >= seconds * SECOND_NS and share < _ODD_PHASE * usual_share:
         return []  # the process waited for a core
     pause_seconds, every = seconds / len(at), count(distance)
-    cpu_ratio = _cpu_ratio(steps.iloc[at]) if phase == "other" else None
+    shows_waits = phase == "other" and not has_save[at].any()
+    cpu_ratio = _cpu_ratio(steps.iloc[at]) if shows_waits else None
     waiting, advice = "", _LESS_EVERY.format(distance=every)
-    waits = _waits_in(tables, main, steps.iloc[at]) if phase == "other" else np.array([], dtype=bool)
+    waits = _waits_in(tables, main, steps.iloc[at]) if shows_waits else np.array([], dtype=bool)
     if cpu_ratio is not None and cpu_ratio < _WAITING_RATIO:
         waiting = f"Its thread waits then: it computes for {percent(cpu_ratio)} of a pause. "
     elif cpu_ratio is None and len(waits) >= _MIN_PAUSES and waits.mean() >= _MOSTLY_WAITS:

@@ -46,8 +46,8 @@ class ShardSkew:
 def while_shared(loop: Loop) -> Loop | None:
     """Return a loop over an iterable dataset without the batches of an epoch after a worker has run out of samples.
 
-    None if no epoch has such. At most `ramp` batches come after a worker's last one where all end together, and a
-    worker with no more batches than its share ends last only since it is slow.
+    Their fetches are left out too. None if no epoch has such. At most `ramp` batches come after a worker's last
+    one where all end together, and a worker with no more batches than its share ends last only since it is slow.
     """
     of_worker = loop.fetches.groupby(["epoch", "worker"])["time_ns"].agg(["max", "size"]).groupby("epoch")
     ends, counts = of_worker["max"].min(), of_worker["size"]
@@ -56,7 +56,12 @@ def while_shared(loop: Loop) -> Loop | None:
     is_late = floats(loop.batches, "time_ns") > epochs.map(ends.where(is_uneven)).to_numpy(dtype=float)
     is_tail = is_late & (index >= loop.ramp)
     is_tail &= pd.Series(is_tail).groupby(epochs.to_numpy()).transform("sum").to_numpy() > loop.ramp
-    return dataclasses.replace(loop, batches=loop.batches[~is_tail]) if is_tail.any() else None
+    if not is_tail.any():
+        return None
+    made, tail = (
+        pd.MultiIndex.from_frame(rows[["epoch", "index"]]) for rows in (loop.fetches, loop.batches[is_tail])
+    )
+    return dataclasses.replace(loop, batches=loop.batches[~is_tail], fetches=loop.fetches[~made.isin(tail)])
 
 
 def shard_skew(loop: Loop, even: Loop, slow: Collection[int]) -> ShardSkew:

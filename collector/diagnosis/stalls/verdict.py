@@ -141,7 +141,8 @@ def _with_earlier(judged: list[Finding], change: Change, case: LoadingCase) -> l
             findings.append(extended(finding, words))
             continue
         seconds = lost_seconds + (cause.value_of("lost_seconds") or 0.0)
-        span_ns = steady.first_ns, case.steady.last_ns
+        parts = steady, case.steady  # a spell lies within the other part
+        span_ns = min(part.first_ns for part in parts), max(part.last_ns for part in parts)
         loss = Loss.of(case.loop.tables, seconds, steady.batches + case.steady.batches, span_ns)
         both = {item.name: item for item in loss.evidence()}
         evidence = tuple(both.get(item.name, item) for item in finding.evidence)

@@ -53,6 +53,14 @@ def test_workers_that_were_slow_for_a_while_are_a_warning_if_that_cost_much_of_t
     assert findings[0].value_of("lost_seconds") == pytest.approx(slow * (seconds / 2 - 0.04), rel=0.15)
 
 
+def test_a_loss_in_a_spell_and_outside_of_it_has_the_window_of_both():
+    service = by_number(lambda number: 0.4 if 180 <= number < 380 else 0.12)
+    (slow,) = diagnose(finish(simulate(**RUN | {"service": service})).tables()).findings
+    windows = {evidence.name: evidence.window for evidence in slow.evidence}
+    assert windows["lost_wall_ratio"] == windows["lost_seconds"] == "1-66 s"
+    assert "otherwise; the shares above leave that time out. The time lost is that of all batches." in slow.summary
+
+
 @pytest.mark.parametrize("epochs", [1, 5])
 def test_workers_that_were_slow_until_late_recovered_only_if_no_epoch_ends_fast(epochs):
     service = by_number(lambda number: SLOW if number < 480 else FAST)

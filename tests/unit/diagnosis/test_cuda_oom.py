@@ -267,6 +267,32 @@ def test_first_batch_of_another_loader_is_not_compared_with_those_of_the_trainin
     assert "the first batch of a loader" in found.summary
 
 
+def test_first_batch_of_the_only_loader_has_no_others_to_compare_with():
+    run = recorded("out-of-memory")
+    last = run.streams["batch"]["index"].max()
+    found, _ = post_mortem(only_rows(run, "batch", lambda rows: rows["index"] == last))
+    assert "It came with the first batch of a loader, of 128 KiB. " in found.summary
+
+
+def test_first_batch_of_a_loader_that_is_made_again_is_compared_with_those_before():
+    run = recorded("out-of-memory")
+    last, before_last = run.streams["batch"]["index"].max(), run.streams["batch"]["time_ns"].iloc[-2]
+    run = with_columns(
+        run,
+        "batch",
+        lambda rows: {
+            "loader": np.where(rows["index"] == last, 1, 0),
+            "payload_bytes": np.where(rows["index"] == last, 90_000, 6_000),
+        },
+    )
+    [setting] = run.events_of("loader")
+    assert "the first batch of a loader" in post_mortem(run)[0].summary
+    again = with_event(run, **{**setting, "loader": 1, "time_ns": int(before_last) + 1})
+    found, advice = post_mortem(again)
+    assert "Bound the size of a batch" in advice
+    assert "the first batch of a loader" not in found.summary
+
+
 def test_process_that_never_went_backward_needs_no_accumulation():
     run = with_columns(recorded("out-of-memory"), "step", lambda _: {"backward_ns": np.nan, "unit": UNIT_BATCH})
     assert post_mortem(run)[0].advice[-1].text.startswith("Make the batches of this evaluation")

@@ -4,6 +4,8 @@ import pytest
 from loading_runs import loading_findings
 from simulated_runs import finish, jittered, per_worker, simulate
 
+from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.stalls.shard_skew import while_shared
 from collector.diagnosis.stalls.verdict import find_stalls
 
 
@@ -14,6 +16,14 @@ def test_uneven_shards_are_found_with_the_largest_worker():
     assert found["shard-skew"].locus.worker == 0
     assert found["shard-skew"].value_of("largest_share_ratio") == pytest.approx(1.8)
     assert loading_findings(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
+
+
+def test_the_shared_part_of_a_loop_has_the_fetches_of_its_batches_alone():
+    run = {"workers": 2, "prefetch": 2, "service": jittered(0.016), "consumer": jittered(0.010), "epochs": 3}
+    tables = finish(simulate(shards=[180, 20], batches=200, iterable=True, **run)).tables()
+    (loop,) = loops(tables)
+    even = while_shared(loop)
+    assert len(even.fetches) == len(even.batches) < len(loop.batches) == len(loop.fetches)
 
 
 def test_a_slow_worker_and_uneven_shards_are_both_named_where_both_cost_time():
