@@ -120,7 +120,7 @@ EVENTS: dict[EventKind, Event] = {
         _PARENT,
         Field("cpu_limit_seconds", "int", "hard RLIMIT_CPU in seconds, null without one"),
     ),
-    "backward-pass": _event(_ATTACHED, "its first backward pass, where no process-start came before"),
+    "backward-pass": _event(_ATTACHED, "its first backward pass, if it has not recorded `process-start` by then"),
     "process-start": _event(
         _TRAINING,
         "first DataLoader iterator, optimizer step or third forward pass of one module",

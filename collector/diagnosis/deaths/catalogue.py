@@ -85,7 +85,7 @@ FIND_CACHE = Advice(
     "for lists and dicts of Python objects, which a forked worker copies by reading",
     expected="the worker needs no more memory than a few batches take",
 )
-#: The same of one that took most of its growth with batches after its last step.
+#: Advice on a training process that took most of its growth with batches after its last step.
 FIND_OUTPUTS = Advice(
     text="Find what is kept of the batches after the last step, as of an evaluation: a list of outputs or losses "
     "grows with the dataset. Keep numbers (.item()), or write the results to a file as they come",

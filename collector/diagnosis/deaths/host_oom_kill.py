@@ -31,7 +31,7 @@ from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.limit_owner import SLURM_REMEDY, limit_owner
 from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.run.training import iterates, own_steps, training_end_ns, training_start_ns
+from collector.diagnosis.run.training import iterates, own_steps, training_start_ns
 from collector.findings import Advice, Finding, Limit, fact
 from collector.units import size
 
@@ -160,9 +160,12 @@ def _growth(tables: RunTables, victim: Victim) -> tuple[str, Advice] | None:
     grown = held[-1] - held[0]
     if is_worker:
         return f", {size(grown)} of it since its first batch", catalogue.FIND_CACHE
-    step_ns = peak(floats(own_steps(tables, key), "time_ns"))
+    # Other ranks may have batches for longer than this one.
+    step_ns, batch_ns = (
+        peak(floats(stream, "time_ns")) for stream in (own_steps(tables, key), written(tables, "batch", key))
+    )
     for end_ns, when, advice in (
-        (training_end_ns(tables), "after the last step or batch", catalogue.TAKE_LESS_AT_ONCE),
+        (peak(np.array([step_ns, batch_ns])), "after the last step or batch", catalogue.TAKE_LESS_AT_ONCE),
         (step_ns, "with the batches after the last step", catalogue.FIND_OUTPUTS),
     ):
         before = held[times <= end_ns]

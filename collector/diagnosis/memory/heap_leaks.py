@@ -164,7 +164,8 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     may_be_starting = not (is_iterating or iterates(tables, key)) and growing.lasted_seconds < LOADING_SECONDS
     if may_be_starting and (tables.goes_on or life.has_raised(key)):
         return None  # its first iteration, or more time, would tell
-    if may_be_loading(tables, key):
+    # A fork has no hooks of its own, and may hold the data that the training loads.
+    if may_be_loading(tables, None if key in life.forks else key):
         return loading_finding(growing, grows=f"{process} grows")
     if young is not None:
         return young_finding(growing, negligible=negligible, grows=f"{process} grows")

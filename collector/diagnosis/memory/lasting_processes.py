@@ -53,16 +53,17 @@ def _of_host(tables: RunTables, host: str) -> Finding | None:
 
     private, counts = sum_of_processes(children, times, private_of)
     use = Use.of(tables, "processes", Locus(host=host, role="other"), times, np.nan_to_num(private))
-    number = replace(use, values=counts, unit="count")
+    living = replace(use, values=counts, unit="count")
     # As with threads, a rise below one for each block of the trend is a few single events.
-    trend, more = use.growth(), number.growth(BLOCK_COUNTS[0])
+    trend, more = use.growth(), living.growth(BLOCK_COUNTS[0])
     if trend is None or more is None:
         return None
-    started = round(more.rise)
+    number = round(more.rise)
     return leak_finding(
         LASTING_PROCESSES,
-        GrowingUse(use, trend, (fact("process_rise_count", started, "same window", n=more.n),)),
-        count=started,
+        GrowingUse(use, trend, (fact("process_rise_count", number, "same window", n=more.n),)),
+        iterates=False,  # a pool may take as long until it is full as a process until it has loaded its data
+        count=number,
     )
 
 

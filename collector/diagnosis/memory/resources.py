@@ -79,7 +79,7 @@ HEAP_WITHOUT_ITERATIONS = replace(
         expected="the growth of {slope}/s stops",
     ),
 )
-#: The same before the first iteration of the run: its data may be as large.
+#: The heap of a process before the first iteration of the run: its data may be as large.
 HEAP_BEFORE_ITERATIONS = replace(
     HEAP_WITHOUT_ITERATIONS,
     leak_advice=tuple(

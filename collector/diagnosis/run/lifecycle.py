@@ -106,13 +106,17 @@ class Lifecycle:
     @cached_property
     def with_torch(self) -> frozenset[ProcessKey]:
         """Processes that are known to have loaded torch, with Tidegauge's hooks or without."""
-        attached = {*map(writer_of, self.tables.events_of("process-attached"))}
-        seen = {
+        torch_users = {
             key
             for event in self.tables.events_of("process-seen")
             if event.get("has_torch") and (key := key_of(event, "process_"))
         }
-        return frozenset(attached | seen | set(self._attempts))
+        return frozenset(self._importers | torch_users)
+
+    @cached_property
+    def _importers(self) -> frozenset[ProcessKey]:
+        """Processes with Tidegauge's hooks, which imported torch or train."""
+        return frozenset(map(writer_of, self.tables.events_of("process-attached", "process-start")))
 
     @cached_property
     def programs(self) -> dict[ProcessKey, str]:
@@ -127,11 +131,10 @@ class Lifecycle:
 
     @cached_property
     def forks(self) -> frozenset[ProcessKey]:
-        """Processes with torch and the command line of a training process that never imported torch themselves."""
-        of_training = {(key[0], self.programs[key]) for key in self.mains if key in self.programs}
-        attached = {*map(writer_of, self.tables.events_of("process-attached", "process-start"))}
-        inherited = self.with_torch - attached
-        return frozenset(key for key in inherited if (key[0], self.programs.get(key)) in of_training)
+        """Processes that never imported torch themselves, with torch and the command line of one that did."""
+        programs = {(key[0], self.programs[key]) for key in self._importers if key in self.programs}
+        heirs = self.with_torch - self._importers
+        return frozenset(key for key in heirs if (key[0], self.programs.get(key)) in programs)
 
     def has_raised(self, key: ProcessKey) -> bool:
         """Return whether a process ended by an exception, but not for lack of memory or by a signal."""

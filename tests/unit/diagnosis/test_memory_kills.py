@@ -146,16 +146,30 @@ def test_a_kill_after_a_growth_at_once_asks_what_followed_the_last_step():
 
 
 def test_a_kill_in_an_evaluation_asks_what_is_kept_of_its_batches():
+    kill = kill_after_growth_with_batches_of(MAIN)
+    assert "it last held 800 MiB, 500 MiB of it with the batches after the last step, the limit" in kill.summary
+    assert kill.advice[0].text.startswith("Find what is kept of the batches after the last step")
+
+
+def test_a_kill_after_the_last_step_of_a_rank_blames_no_batches_of_another_rank():
+    """Rank 0 gathers the state of all ranks."""
+    kill = kill_after_growth_with_batches_of(("node", 101, 5001))
+    assert "it last held 800 MiB, 500 MiB of it after the last step or batch, the limit" in kill.summary
+    assert "checkpoint" in kill.advice[0].text
+
+
+def kill_after_growth_with_batches_of(key):
+    """Return the kill of a training process that grew after its last step, while a process had batches."""
     script = training()
     seconds = [START_SECONDS + at for at in (1.1, 1.4, 1.7, 2.0, 3.2, 3.6, 3.9)]
     values = [each * MIB for each in [300] * 4 + [500, 700, 800]]
-    script.add("batch", [{"time_ns": ns(START_SECONDS + at), "loader": 1} for at in (3.0, 3.2, 3.4, 3.6, 3.8)])
+    batches = [{"time_ns": ns(START_SECONDS + at), "loader": 1} for at in (3.0, 3.2, 3.4, 3.6, 3.8)]
+    script.add("batch", batches, key)
     sample_host(script, seconds, demand=values, limit=1024 * MIB, cgroup_oom_kill_count=[0] * 6 + [1])
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=values, rss=values)
     script.now_seconds = seconds[-1] + 0.5
     (kill,) = [f for f in diagnose(end_run(end_workers(script), -9).tables()).findings if f.kind == "host-oom-kill"]
-    assert "it last held 800 MiB, 500 MiB of it with the batches after the last step, the limit" in kill.summary
-    assert kill.advice[0].text.startswith("Find what is kept of the batches after the last step")
+    return kill
 
 
 def test_a_kill_of_a_worker_that_grew_asks_for_what_it_keeps():

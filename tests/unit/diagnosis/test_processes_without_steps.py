@@ -206,6 +206,30 @@ def test_growth_while_the_run_trains_is_a_leak_of_a_process_without_iterations(w
     assert [leak.severity for leak in leaks(script) if leak.locus.pid == MAIN[1]] == ["warning"]
 
 
+@pytest.mark.parametrize("has_begun", [False, True], ids=["loads", "trains"])
+def test_growth_of_a_fork_before_the_first_iteration_is_information(has_begun):
+    """A dataset in the list of a multiprocessing.Manager, whose process has no hooks of its own."""
+    script = attached(program(np.zeros(180)))
+    script.living, script.now_seconds = frozenset({MAIN, ("node", 300, 1)}), float(SECONDS[-1])
+    program(RAMP, key=("node", 300, 1), script=script)
+    script.event(
+        START_SECONDS + 3,
+        "process-seen",
+        COLLECTOR,
+        process_pid=300,
+        process_start_ticks=1,
+        argv=["python", "train.py"],
+        is_python=True,
+        has_torch=True,
+    )
+    if has_begun:
+        script.event(SECONDS[2], "backward-pass")
+    [found] = [finding for finding in diagnose(script.tables()).findings if finding.rate]
+    assert (found.kind, found.severity) == (("main-heap-leak", "warning") if has_begun else ("cannot-tell", "info"))
+    assert found.summary.startswith("Process 300 (forked from the training process)")
+    assert ("was seen yet: it loads its data, or leaks" in found.summary) != has_begun
+
+
 @pytest.mark.parametrize("more", [{}, {"alive": np.ones(30)}])
 def test_samples_of_a_steady_process_are_not_dropped_as_teardown(more):
     script = Script()
