@@ -296,11 +296,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("loader", "int", "loader of the worker"),
         Field("worker", "int", "worker id"),
         Field("step", "int", "step of the training process, or batch of the worker"),
-        Field(
-            "begun_ns",
-            "int",
-            "time when a `growth` or a `profile` began, which slows the process down, or the answer",
-        ),
+        Field("begun_ns", "int", "begin of the answer, or of a `growth` or `profile`, which slow the process down"),
         Field("held_ns", "int", "time that training waited for the answer, at its end"),
         Field("path", "str", "file below the run directory"),
         Field("bytes", "int", "size of that file"),
