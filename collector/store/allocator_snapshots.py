@@ -112,19 +112,21 @@ def read_growths(run: Run, events: Sequence[Mapping[str, Any]]) -> tuple[list[Pr
 
     Args:
         run: the run.
-        events: its events. The `growth` snapshots count, and for each process the first and last allocator snapshot
-            with stacks. A file that is on another node is skipped.
+        events: its events. For each process, the newest `growth` snapshot counts, and the first and last allocator
+            snapshot with stacks. A file that is on another node is skipped.
     """
     growths, problems = [], []
-    growth_events, allocator_events = list[Mapping[str, Any]](), dict[Any, list[Mapping[str, Any]]]()
+    growth_events, allocator_events = dict[Any, Mapping[str, Any]](), dict[Any, list[Mapping[str, Any]]]()
     for event in events:
         process = (event["host"], event["pid"], event["start_ticks"])
         if event["kind"] == "snapshot" and event.get("path") and event["what"] == "growth":
-            growth_events.append(event)
+            growth_events[process] = event
         elif event["kind"] == "snapshot" and event.get("pickle"):
             allocator_events.setdefault(process, []).append(event)
     pairs = [(events[0], events[-1]) for events in allocator_events.values() if len(events) > 1]
-    readings = [(read_growth, (event,)) for event in growth_events] + [(_difference, pair) for pair in pairs]
+    readings = [(read_growth, (event,)) for event in growth_events.values()] + [
+        (_difference, pair) for pair in pairs
+    ]
     for read, read_events in readings:
         try:
             growths.append(read(run, *read_events))

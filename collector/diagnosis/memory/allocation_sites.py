@@ -55,8 +55,7 @@ def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) 
         for grown in tables.grown
         if all(getattr(finding.locus, name) in (None, {"role": "main", **grown.event}.get(name)) for name in place)
     ]
-    # The newest that shows growth there: another may have traced the host, or steps that kept nothing.
-    sites = next(filter(None, (rank_sites(grown, device) for grown in reversed(snapshots))), ())
+    sites = rank_sites(snapshots[-1], device) if snapshots else ()
     if sites and sites[0].site != _NO_LINE:
         return extended(finding, "", advice=(_cure(sites[0], finding),), held_by=sites)
     if sites:
@@ -105,8 +104,7 @@ def _cure(site: AllocationSite, finding: Finding) -> Advice:
             "str(error), or call traceback.clear_frames(error.__traceback__) first",
             expected=f"they are freed once the exception is handled{rate}",
         )
-    is_single = {item.text for item in finding.advice} >= {item.text for item in SINGLE_TENSORS.leak_advice}
-    if _GRAPH in site.what and is_single:
+    if _GRAPH in site.what and SINGLE_TENSORS.leak_advice[0] in finding.advice:
         return Advice(
             text=f"Keep no tensors from `{site.site}`: use .item() for a number, .detach().cpu() for a tensor. The "
             "memory is their own; .detach() alone frees only their graph",

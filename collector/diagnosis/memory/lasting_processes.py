@@ -54,7 +54,7 @@ def _of_host(tables: RunTables, host: str) -> Finding | None:
     private, counts = sum_of_processes(children, times, private_of)
     use = Use.of(tables, "processes", Locus(host=host, role="other"), times, np.nan_to_num(private))
     living = replace(use, values=counts, unit="count")
-    # As with threads, a rise below one for each block of the trend is a few single events.
+    # A rise below one for each block of the trend is a few single events, as with threads.
     trend, more = use.growth(), living.growth(BLOCK_COUNTS[0])
     if trend is None or more is None:
         return None

@@ -7,14 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import (
-    by_process,
-    floats,
-    host_samples,
-    last,
-    median,
-    seconds,
-)
+from collector.diagnosis.run.columns import by_process, floats, host_samples, last, median, seconds
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 

@@ -114,13 +114,8 @@ def test_growth_of_a_helper_leaves_the_memory_of_the_training_fine():
     assert [check.status for check in verdict.checks if check.name == "training process's memory"] == ["fine"]
 
 
-@pytest.mark.parametrize("grown", [RAMP[:60], np.minimum(RAMP[:60], 300.0)], ids=["leaks", "is full"])
-def test_fork_of_the_training_that_grows_while_it_trains_is_named_as_such(grown):
-    """Such as a multiprocessing.Manager. The command line is that of the training."""
-    script = program(np.zeros(60))
-    for kind in ("process-attached", "process-start"):
-        script.event(START_SECONDS, kind, argv=["python", "train.py"], parent_pid=90)
-    script.add("step", [{"time_ns": ns(at), "step": number} for number, at in enumerate(SECONDS[:60])])
+def add_fork(script, grown):
+    """Add process 300, which a fork of the training made, such as that of a multiprocessing.Manager."""
     program(grown, key=("node", 300, 1), script=script)
     script.event(
         START_SECONDS + 3,
@@ -132,6 +127,15 @@ def test_fork_of_the_training_that_grows_while_it_trains_is_named_as_such(grown)
         is_python=True,
         has_torch=True,
     )
+
+
+@pytest.mark.parametrize("grown", [RAMP[:60], np.minimum(RAMP[:60], 300.0)], ids=["leaks", "is full"])
+def test_fork_of_the_training_that_grows_while_it_trains_is_named_as_such(grown):
+    script = program(np.zeros(60))
+    for kind in ("process-attached", "process-start"):
+        script.event(START_SECONDS, kind, argv=["python", "train.py"], parent_pid=90)
+    script.add("step", [{"time_ns": ns(at), "step": number} for number, at in enumerate(SECONDS[:60])])
+    add_fork(script, grown)
     found = leaks(finish(script))
     assert [leak.severity for leak in found] == (["warning"] if grown[-1] > 300 else [])
     for leak in found:
@@ -211,17 +215,7 @@ def test_growth_of_a_fork_before_the_first_iteration_is_information(has_begun):
     """A dataset in the list of a multiprocessing.Manager, whose process has no hooks of its own."""
     script = attached(program(np.zeros(180)))
     script.living, script.now_seconds = frozenset({MAIN, ("node", 300, 1)}), float(SECONDS[-1])
-    program(RAMP, key=("node", 300, 1), script=script)
-    script.event(
-        START_SECONDS + 3,
-        "process-seen",
-        COLLECTOR,
-        process_pid=300,
-        process_start_ticks=1,
-        argv=["python", "train.py"],
-        is_python=True,
-        has_torch=True,
-    )
+    add_fork(script, RAMP)
     if has_begun:
         script.event(SECONDS[2], "backward-pass")
     [found] = [finding for finding in diagnose(script.tables()).findings if finding.rate]
