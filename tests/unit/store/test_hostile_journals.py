@@ -76,9 +76,9 @@ def test_any_bytes_are_read_or_reported(tmp_path, content, behind_magic):
 @FUZZ
 @given(changes=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=5), cut=st.integers(0, 4000))
 def test_changed_and_cut_segment_is_read_or_reported(tmp_path, changes, cut):
-    whole = bytearray(segment(tmp_path).read_bytes())
-    for path in tmp_path.iterdir():
+    for path in tmp_path.iterdir():  # those of the example before
         path.unlink()
+    whole = bytearray(segment(tmp_path).read_bytes())
     for at, value in changes:
         whole[at % len(whole)] = value
     read(tmp_path / NAME, bytes(whole[:cut]))
