@@ -175,10 +175,10 @@ def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
             return f"{what} grew by {rise} so far; nearly all of {of_limit} is left, too much for a warning."
         return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a warning."
     if not is_running:
-        enough = (
-            "for how long is not known" if eta is None else f"enough for about {duration(eta.mid_seconds)} more"
-        )
-        return f"{what} was running out when the run ended: {left} were left of {of_limit}, {enough}."
+        rest = f"{left} were left of {of_limit} when the run ended."
+        if eta is None:
+            return f"{what} was being used up, too unevenly for a forecast: {rest}"
+        return f"{what} would have lasted about {duration(eta.mid_seconds)} more: {rest}"
     if eta is None:
         return f"{what} is running out, too unevenly for a forecast: {left} are left of {of_limit}."
     low, mid, high = until(eta.low_seconds), until(eta.mid_seconds), until(eta.high_seconds)

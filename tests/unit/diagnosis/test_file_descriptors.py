@@ -212,7 +212,7 @@ def test_nearly_all_files_in_use_is_a_risk_without_growth():
 
 def test_finding_of_a_finished_run_uses_the_past_tense():
     risk = next(f for f in findings_of(finish(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
-    assert "was running out when the run ended" in risk.summary
+    assert "would have lasted" in risk.summary
 
 
 def test_what_workers_of_kept_iterators_hold_is_told_as_theirs():

@@ -43,7 +43,7 @@ def test_growth_towards_the_device_limit_has_a_forecast():
         assert risk.eta.mid_steps == pytest.approx(left, rel=0.05)
         assert risk.eta.mid_seconds == pytest.approx(left / steps_per_second(now), rel=0.1)
         assert (risk.kind, risk.severity, risk.locus.device) == ("gpu-oom-risk", "critical", 0)
-    assert "was running out" in find_device_risk(recorded(TENSORS))[0].summary
+    assert "would have lasted" in find_device_risk(recorded(TENSORS))[0].summary
 
 
 @pytest.mark.parametrize("name", [TENSORS, LIBRARY])

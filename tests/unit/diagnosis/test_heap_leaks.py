@@ -340,7 +340,7 @@ def test_growth_towards_the_limit_has_a_forecast_in_time_and_steps():
     assert risk.limit.value == 6000 * MIB
     assert risk.eta.mid_seconds == pytest.approx(140, rel=0.15)
     assert risk.eta.low_seconds <= risk.eta.mid_seconds <= risk.eta.high_seconds
-    assert "was running out when the run ended" in risk.summary
+    assert "would have lasted" in risk.summary
     assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
 
 
