@@ -212,6 +212,9 @@ def _occasions(tables: RunTables, key: ProcessKey) -> Iterator[Occasions]:
         return
     passes = _passes(pd.concat(batches).sort_values("time_ns"), steps_ns)
     is_training = passes["steps"] > 0
+    # The last pass may have ended before its first step: its loader says what it was.
+    is_last = passes["begin_ns"] == passes["begin_ns"].max()
+    is_training |= is_last & passes["loader"].isin(passes.loc[is_training, "loader"])
     evaluations = passes[~is_training]
     yield _in_order("evaluation", evaluations[["begin_ns", "end_ns"]].to_numpy())
     starts: list[tuple[float, float, tuple[int, int]]] = []

@@ -4,6 +4,7 @@ import io
 import json
 import re
 
+import pandas as pd
 import pytest
 from rich.console import Console
 from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
@@ -123,6 +124,17 @@ def test_epochs_of_the_last_minute_are_named_as_on_the_axis():
         for epoch in (2, 3, 4)  # the last three
     ]
     assert any(text == "The last of 100 steps ended." for text in told)
+
+
+def test_epoch_that_ended_in_its_first_batch_is_no_evaluation():
+    script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20, epochs=3)
+    for name, last in (("batch", 41), ("step", 40)):  # records of 2 epochs of 20 batches each, and a batch
+        script.parts[name] = [pd.concat(script.parts[name], ignore_index=True).iloc[:last]]
+    script.event(script.now_seconds, "exception", type="KeyError", message="'label'", site="train.py:37, in main")
+    script.event(script.now_seconds, "command-exit", exit_status=1, command_pid=MAIN[1])
+    told = texts(diagnose(script.tables()))
+    assert "Epoch 2 of loader 0 began." in told
+    assert not any("evaluation" in text for text in told)
 
 
 def test_uncaught_exception_is_the_reason_and_its_time_is_the_end_of_the_victim():
