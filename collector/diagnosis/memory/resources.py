@@ -70,21 +70,19 @@ HEAP_OF_OUTPUTS = replace(
         expected="the growth of {slope}/s stops",
     ),
 )
+_KEEPING = (
+    "what keeps references: lists and dicts that grow, caches without bound, queues that fill faster than they are "
+    "emptied"
+)
 #: The heap of a process without batches, optimizer steps or forward passes.
 HEAP_WITHOUT_ITERATIONS = replace(
-    HEAP,
-    leak_advice=advise(
-        text="Look for what keeps references: lists and dicts that grow, caches without bound, queues "
-        "that fill faster than they are emptied",
-        expected="the growth of {slope}/s stops",
-    ),
+    HEAP, leak_advice=advise(text=f"Look for {_KEEPING}", expected="the growth of {slope}/s stops")
 )
 #: The heap of a process before the first iteration of the run: its data may be as large.
 HEAP_BEFORE_ITERATIONS = replace(
-    HEAP_WITHOUT_ITERATIONS,
-    leak_advice=tuple(
-        replace(each, text=f"If it should not load that much, look {each.text.removeprefix('Look ')}")
-        for each in HEAP_WITHOUT_ITERATIONS.leak_advice
+    HEAP,
+    leak_advice=advise(
+        text=f"If it should not load that much, look for {_KEEPING}", expected="the growth of {slope}/s stops"
     ),
 )
 #: Processes that get more and more, none of which grows.
