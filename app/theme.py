@@ -11,51 +11,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """One theme. Each colour is `#rrggbb` and stands for the same thing in every view."""
+    """One theme. Each colour is `#rrggbb` and stands for the same thing in every view.
+
+    Attributes:
+        text: words, limits, and what belongs to a whole machine.
+        quiet: what matters least, such as idle time.
+        main: the training process, and its work.
+        worker: DataLoader workers, and their work.
+        other: all other processes.
+        lost: what is lost, such as time spent waiting, or memory in fragments.
+        allocated, reserved: memory of PyTorch's allocator on a device.
+        heat: the least and the greatest of many values.
+        series: several things of one kind, which labels tell apart.
+    """
 
     background: str
     text: str
     grid: str
+    quiet: str
+    main: str
+    worker: str
+    other: str
+    lost: str
     allocated: str
     reserved: str
-    host: str
-    latency: str
-    limit: str
-    quiet: str
     heat: tuple[str, str]
     series: tuple[str, ...]
-
-    @property
-    def main(self) -> str:
-        """Colour of the training process."""
-        return self.host
-
-    @property
-    def worker(self) -> str:
-        """Colour of DataLoader workers."""
-        return self.allocated
-
-    @property
-    def other(self) -> str:
-        """Colour of all other processes of the run."""
-        return self.latency
-
-    @property
-    def wait(self) -> str:
-        """Colour of time lost to waiting."""
-        return self.reserved
 
 
 LIGHT = Theme(
     background="#FFFFFF",
     text="#1F2937",
     grid="#E5E7EB",
-    allocated="#0072B2",
-    reserved="#D55E00",
-    host="#00795C",
-    latency="#B0528C",
-    limit="#1F2937",
     quiet="#7B8794",
+    main="#00795C",
+    worker="#0072B2",
+    other="#B0528C",
+    lost="#D55E00",
+    allocated="#5B3A9E",
+    reserved="#9A82D6",
     heat=("#F4F6F8", "#0072B2"),
     series=("#0072B2", "#D55E00", "#00795C", "#B0528C", "#1F2937"),
 )
@@ -64,12 +58,13 @@ DARK = Theme(
     background="#0F1419",
     text="#E5E7EB",
     grid="#2B3440",
-    allocated="#56B4E9",
-    reserved="#E69F00",
-    host="#009E73",
-    latency="#CC79A7",
-    limit="#E5E7EB",
     quiet="#8B98A5",
+    main="#009E73",
+    worker="#56B4E9",
+    other="#CC79A7",
+    lost="#E69F00",
+    allocated="#B9A3F5",
+    reserved="#7A63C2",
     heat=("#1A212B", "#56B4E9"),
     series=("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#8B98A5"),
 )

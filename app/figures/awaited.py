@@ -88,7 +88,7 @@ def has_stages(awaited: AwaitedTime) -> bool:
 def _boxes(stack: tuple[SourceFrame, ...], *, by_stage: bool) -> Iterator[_Box]:
     if by_stage:
         stage = report.part(stage_of(stack) or "other")
-        yield escape(stage, quote=False), f"stage: {escape(stage, quote=False)}", "allocated"
+        yield escape(stage, quote=False), f"stage: {escape(stage, quote=False)}", "worker"
     for frame in stack:
         if any(path in frame.path for path in _HIDDEN):
             continue
@@ -99,7 +99,7 @@ def _boxes(stack: tuple[SourceFrame, ...], *, by_stage: bool) -> Iterator[_Box]:
             yield (
                 escape(label, quote=False),
                 f"{escape(f'{frame.function}, {frame.path}:{frame.line}')}{source}",
-                "wait",
+                "lost",
             )
         else:
             name = escape(frame.place.full_name, quote=False)
@@ -107,7 +107,7 @@ def _boxes(stack: tuple[SourceFrame, ...], *, by_stage: bool) -> Iterator[_Box]:
 
 
 def _takeaway(counts: Counter[tuple[_Box, ...]], n: int, *, by_stage: bool) -> str:
-    colour = "allocated" if by_stage else "wait"
+    colour = "worker" if by_stage else "lost"
     totals: Counter[str] = Counter()
     for path, count in counts.items():
         if path and path[-1][2] == colour:

@@ -207,12 +207,12 @@ def name_rows(figure: go.Figure, names: Sequence[str], **axis_attributes: Any) -
 def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
     """Draw a limit as a dashed line in a neutral colour, with its name on it."""
     position = {"xref": "x domain", "yref": "y"}
-    style = {"color": theme.limit, "width": 1.6, "dash": "dash"}
+    style = {"color": theme.text, "width": 1.6, "dash": "dash"}
     # Plotly's `add_hline` does the same, but takes five times as long.
     figure.add_shape(type="line", x0=0, x1=1, y0=value, y1=value, line=style, **position)
     figure.add_annotation(
         text=text,
-        font={"color": theme.limit},
+        font={"color": theme.text},
         bgcolor=theme.background,
         x=0,
         xanchor="left",

@@ -25,10 +25,10 @@ MAX_SEGMENTS = 24
 _COLOURS = {
     "allocated": "allocated",
     "cached": "reserved",
-    "fragmentation": "latency",
-    "non-PyTorch": "host",
-    "other processes": "quiet",
-    UNATTRIBUTED: "limit",
+    "fragmentation": "lost",
+    "non-PyTorch": "quiet",
+    "other processes": "other",
+    UNATTRIBUTED: "text",
 }
 #: part -> end of a sentence about its bytes.
 PART_WORDS = {
@@ -117,7 +117,7 @@ def usage(
 
 def _line_style(key: str, theme: Theme, *, is_alone: bool) -> dict[str, Any]:
     if key == "used":
-        return {"colour": theme.host}
+        return {"colour": theme.text}
     if key == "allocated":
         return {"colour": theme.allocated, "line": {"width": 2.4}}
     if is_alone:
@@ -180,7 +180,7 @@ def _flushes(flushes: pd.DataFrame, theme: Theme, top: float) -> Iterator[Trace]
         words = "cache flushed"
         at = zip(flushes["count"], flushes["step"], strict=True)
         steps = [after_steps(step) if n == 1 else f"{_times(n)}, last {after_steps(step)}" for n, step in at]
-        yield _marks(words, flushes, np.full(len(flushes), top), steps, "triangle-up", 11, theme.reserved)
+        yield _marks(words, flushes, np.full(len(flushes), top), steps, "triangle-up", 11, theme.lost)
 
 
 def _errors(errors: pd.DataFrame, theme: Theme, scale: float, top: float) -> Iterator[Trace]:
@@ -193,7 +193,7 @@ def _errors(errors: pd.DataFrame, theme: Theme, scale: float, top: float) -> Ite
         if not at.empty:
             y = at["used_bytes"].astype(float).fillna(at["reserved_bytes"].astype(float)).fillna(top) / scale
             texts = [f"{_place(row)}{_shortage(row)}" for _, row in at.iterrows()]
-            yield _marks(words, at, y, texts, symbol, side, theme.limit)
+            yield _marks(words, at, y, texts, symbol, side, theme.text)
 
 
 def _marks(words: str, at: pd.DataFrame, y: Any, texts: list[str], symbol: str, side: int, colour: str) -> Trace:

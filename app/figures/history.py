@@ -47,7 +47,7 @@ def trend(history: report.History, figure_of: report.Trend, theme: Theme) -> Cha
         figure.add_trace(line("level", x, y, theme.quiet, axis_unit, line={"dash": "dash"}, hoverinfo="skip"))
     hover = [f"{escape(_title(entry))}: {quantity(value, unit)}" for entry, value in points]
     figure.add_trace(
-        marks("runs", numbers, [value / scale for value in values], theme.allocated, "circle", 8, "", text=hover)
+        marks("runs", numbers, [value / scale for value in values], theme.text, "circle", 8, "", text=hover)
         | {"hovertemplate": "%{text}<extra></extra>"}
     )
     low, high = quantity(min(values), unit), quantity(max(values), unit)

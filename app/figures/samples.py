@@ -60,7 +60,7 @@ def collector_timing(lines: Mapping[str, Lines], theme: Theme) -> TimeChart:
     """Draw the achieved sampling interval, and the age of the oldest record that is not in the lake."""
     figure = over_time(theme, y_title="time (s)")
     captions = []
-    for name, colour, dash in (("interval", theme.latency, "dash"), ("lag", theme.reserved, "solid")):
+    for name, colour, dash in (("interval", theme.quiet, "dash"), ("lag", theme.text, "solid")):
         if not lines[name].samples_count:
             continue
         by_host = lines[name].points.groupby("series")

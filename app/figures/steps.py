@@ -56,13 +56,13 @@ def split(steps: pd.DataFrame, theme: Theme) -> TimeChart:
     else:
         title, rest = "How much of a step is waiting for data?", "rest of the step"
         caption = f"{percent(wait_ratio)} of the time in {count:,} steps is data wait."
-        figure.add_trace(area("data wait", x, steps["wait_ms"].fillna(0), theme.wait, "ms"))
+        figure.add_trace(area("data wait", x, steps["wait_ms"].fillna(0), theme.lost, "ms"))
     if most > 1:
         high = line(
             "step, 95th percentile", x, steps["p95_ms"], theme.text, "ms", line={"dash": "dot", "width": 1.2}
         )
         n = {"customdata": steps["n"].to_numpy(), "hovertemplate": "%{y:,.4~g} ms (n = %{customdata:,})"}
-        figure.add_traces([area(rest, x, steps["rest_ms"].fillna(0), theme.latency, "ms"), high | n])
+        figure.add_traces([area(rest, x, steps["rest_ms"].fillna(0), theme.main, "ms"), high | n])
         slowest = steps.iloc[int(steps["slowest_ms"].to_numpy().argmax())]
         caption += (
             f" Areas: means of up to {most:,} steps. "
@@ -70,7 +70,7 @@ def split(steps: pd.DataFrame, theme: Theme) -> TimeChart:
         )
     else:
         hover = "%{y:,.4~g} ms"
-        figure.add_trace(marks("step", x, steps["median_ms"], theme.latency, "circle", 5, hover))
+        figure.add_trace(marks("step", x, steps["median_ms"], theme.main, "circle", 5, hover))
     if (bound := bound_ms([steps])) is not None:
         figure.update_yaxes(range=[0, bound])
         caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."

@@ -30,13 +30,13 @@ def by_workers(
             "y": np.concatenate([high, low[::-1]]).astype(np.float32),
             "fill": "toself",
             "mode": "lines",
-            "fillcolor": faint(theme.allocated),
+            "fillcolor": faint(theme.worker),
             "line": {"width": 0},
             "hoverinfo": "skip",  # an outline has no value at x: the hover of the line gives the interval
         }
     )
     rates = [option.batches_per_second * per_batch for option in options]
-    predicted = line("predicted", x, rates, theme.allocated, unit, mode="lines+markers")
+    predicted = line("predicted", x, rates, theme.worker, unit, mode="lines+markers")
     figure.add_trace(_with_texts(predicted, [_interval(option, per_batch) for option in options]))
     for name, others in (
         ("if they share one thing", [option.if_shared for option in options]),
@@ -47,10 +47,10 @@ def by_workers(
             figure.add_trace(line(name, x, other, theme.quiet, unit, mode="lines+markers", line={"dash": "dot"}))
     measured = outlook.measured
     measured_point = [float(measured.setting.num_workers)], [measured.batches_per_second * per_batch]
-    figure.add_trace(_mark("measured", *measured_point, theme.reserved, "diamond", unit))
+    figure.add_trace(_mark("measured", *measured_point, theme.text, "diamond", unit))
     chosen_point = [float(chosen.setting.num_workers)], [chosen.batches_per_second * per_batch]
     figure.add_trace(
-        _with_texts(_mark("chosen", *chosen_point, theme.host, "circle", unit), [_interval(chosen, per_batch)])
+        _with_texts(_mark("chosen", *chosen_point, theme.worker, "circle", unit), [_interval(chosen, per_batch)])
     )
     figure.update_xaxes(dtick=1 if x.max() <= 16 else None)
     is_undecided = chosen.if_shared or chosen.if_apart
@@ -84,9 +84,9 @@ def front(outlook: Forecast, chosen: Option, theme: Theme) -> Chart:
             trace = _mark(name, *place(options), colour, symbol, "%", size=8)
             figure.add_trace(_with_texts(trace, [words(o.setting) for o in options]))
     best = outlook.front
-    figure.add_trace(line("least waiting for the memory", *place(best), theme.allocated, "%", line={"dash": "dot"}))
-    figure.add_trace(_mark("this run", *place([outlook.current]), theme.reserved, "diamond", "%"))
-    figure.add_trace(_mark("chosen", *place([chosen]), theme.host, "circle", "%"))
+    figure.add_trace(line("least waiting for the memory", *place(best), theme.worker, "%", line={"dash": "dot"}))
+    figure.add_trace(_mark("this run", *place([outlook.current]), theme.text, "diamond", "%"))
+    figure.add_trace(_mark("chosen", *place([chosen]), theme.worker, "circle", "%"))
     figure.update_layout(hovermode="closest")
     figure.update_yaxes(rangemode="tozero")
     return Chart(

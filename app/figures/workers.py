@@ -36,28 +36,28 @@ from training_harness.records import INLINE_WORKER
 #: column of milliseconds -> (name in the legend, attribute of the theme, pattern of the bar)
 _STAGES = {
     "idle_ms": ("worker idle", "quiet", "/"),
-    "getitem_ms": ("__getitem__", "latency", ""),
-    "collate_ms": ("collate", "allocated", "."),
+    "getitem_ms": ("__getitem__", "worker", ""),
+    "collate_ms": ("collate", "worker", "."),
 }
 _CAUSES = {
-    "cpu_ms": ("on the CPU", "allocated", ""),
-    "run_queue_ms": ("waiting for a core", "wait", "/"),
-    "blocked_ms": ("blocked", "latency", "."),
+    "cpu_ms": ("on the CPU", "worker", ""),
+    "run_queue_ms": ("waiting for a core", "lost", "/"),
+    "blocked_ms": ("blocked", "lost", "."),
 }
 #: count of the loader's queue -> (attribute of the theme, dash)
-_QUEUE = {"outstanding": ("quiet", "dot"), "ready": ("host", "solid"), "parked": ("latency", "dash")}
+_QUEUE = {"outstanding": ("quiet", "dot"), "ready": ("worker", "solid"), "parked": ("text", "dash")}
 #: Name of the training's lane.
 _LOOP = "training"
 #: Window in milliseconds from which the axis of lanes is in seconds.
 _LONG_MS = 5_000
 #: kind of bar -> (name in the legend, attribute of the theme, pattern, height, offset within the lane)
 _BARS = {
-    "work": ("trains", "host", "", 0.6, -0.4),
-    "wait": ("waits for a batch", "wait", "/", 0.6, -0.4),
-    "getitem": ("__getitem__", "latency", "", 0.6, -0.4),
-    "collate": ("collate", "allocated", ".", 0.6, -0.4),
+    "work": ("trains", "main", "", 0.6, -0.4),
+    "wait": ("waits for a batch", "lost", "/", 0.6, -0.4),
+    "getitem": ("__getitem__", "worker", "", 0.6, -0.4),
+    "collate": ("collate", "worker", ".", 0.6, -0.4),
     "idle": ("worker idle", "quiet", "/", 0.6, -0.4),
-    "parked": ("made, waits for its turn", "limit", "", 0.12, 0.26),
+    "parked": ("made, waits for its turn", "text", "", 0.12, 0.26),
 }
 
 
@@ -159,9 +159,9 @@ def waits(batches: pd.DataFrame, queue: Mapping[str, Lines], theme: Theme, *, in
         )
     x, most = batches["elapsed_seconds"], int(batches["n"].max())
     if most > 1:
-        figure.add_traces(list(median_band("wait, ", x, batches, theme.wait)))
+        figure.add_traces(list(median_band("wait, ", x, batches, theme.lost)))
     else:
-        figure.add_trace(marks("wait", x, batches["median_ms"], theme.wait, "circle", 5, "%{y:,.4~g} ms"))
+        figure.add_trace(marks("wait", x, batches["median_ms"], theme.lost, "circle", 5, "%{y:,.4~g} ms"))
     for name, points in counts.items():
         (colour, dash), x, y = _QUEUE[name], points["elapsed_seconds"], points["value"]
         figure.add_trace(line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2"))
@@ -273,7 +273,7 @@ def waits_by_worker(table: pd.DataFrame, theme: Theme) -> Chart:
             "name": "mean wait",
             "x": labels,
             "y": table["mean_ms"].to_numpy(dtype=np.float32),
-            "marker": {"color": theme.wait},
+            "marker": {"color": theme.lost},
             "customdata": table[["n", "ratio"]].to_numpy(),
             "hovertemplate": "%{y:,.4~g} ms, %{customdata[1]:.1%} of all waiting (n = %{customdata[0]:,})",
         }
@@ -299,8 +299,8 @@ def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int) -> Chart:
     unmeasured_ms = table["batch_ms"].where(table["cpu_ratio"].isna()).to_numpy(dtype=np.float32)
     figure = _bars(table["stage"], "time per batch (ms)", theme)
     for name, values, colour, shape in (
-        ("on the CPU", cpu_ms, "allocated", ""),
-        ("waiting: disk, lock or core", off_cpu_ms, "latency", "/"),
+        ("on the CPU", cpu_ms, "worker", ""),
+        ("waiting: disk, lock or core", off_cpu_ms, "lost", "/"),
         ("CPU time not measured", unmeasured_ms, "quiet", "."),
     ):
         if np.isfinite(values).any():
@@ -325,7 +325,7 @@ def awaited_stages(stall: Mapping[str, Any], theme: Theme) -> Chart:
     parts = pd.DataFrame(stall["stages"], columns=["stage", "seconds"])
     figure = _bars(parts["stage"], "waited for (s)", theme, x_hover=HOVER_SECONDS)
     values = parts["seconds"].to_numpy(dtype=np.float32)
-    figure.add_trace(_bar("waited for", parts["stage"], values, "s", theme, "wait", ""))
+    figure.add_trace(_bar("waited for", parts["stage"], values, "s", theme, "lost", ""))
     figure.update_layout(showlegend=False)
     return Chart(
         title="What does training wait for?",

@@ -472,7 +472,7 @@ def test_flame_graph_has_callers_above_callees_with_their_shares():
     assert boxes["load  dataset.py:57"][1:] == (boxes["Photos.__getitem__  dataset.py:40"][0], 60)
     assert boxes["re.split"][2] == 30
     colours = dict(zip(trace.labels, trace.marker.colors, strict=True))
-    assert colours["load  dataset.py:57"] == LIGHT.wait
+    assert colours["load  dataset.py:57"] == LIGHT.lost
     assert colours["re.split"] == LIGHT.quiet
     assert any("self.load(&lt;index&gt;)" in text for text, *_ in trace.customdata)
     assert "100 samples of stacks, 30-33 s" in chart.caption

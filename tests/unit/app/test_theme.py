@@ -14,7 +14,8 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_contrast_is_at_least_three_to_one(theme):
     background = _luminance(theme.background)
-    named = (theme.text, theme.allocated, theme.reserved, theme.host, theme.latency, theme.limit, theme.quiet)
+    named = (theme.text, theme.quiet, theme.main, theme.worker, theme.other, theme.lost)
+    named += (theme.allocated, theme.reserved)
     for colour in (*named, *theme.series):
         light, dark = sorted((_luminance(colour), background), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, colour
