@@ -291,6 +291,12 @@ EXIT_WITHOUT_HANDLERS = replace(
     sentence="The command ended with exit status {status}, without an exception and without running exit handlers, "
     "as by os._exit or an exit in native code.",
 )
+#: A rank whose launcher names the status.
+RANK_EXITED = replace(
+    EXIT_WITHOUT_HANDLERS,
+    sentence=EXIT_WITHOUT_HANDLERS.sentence.replace("The command", "{what}"),
+    confidence=0.95,
+)
 EXIT_WITH_STATUS = replace(FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}.", confidence=0.95)
 EXIT_WITH_MESSAGE = replace(
     FAILED_EXIT, sentence="{what} called sys.exit{site}: {message}", advice=(), confidence=0.95

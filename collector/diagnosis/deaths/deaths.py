@@ -32,7 +32,7 @@ from collector.diagnosis.deaths.cuda_errors import ended_by_cuda_oom
 from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
-from collector.diagnosis.deaths.known_errors import cause_of
+from collector.diagnosis.deaths.known_errors import cause_of, is_of_collective
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.loading.loaders import has_batches_left
@@ -209,11 +209,53 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     if victims and len(life.mains) > 1:
         causes = []  # a rank that lost its peer raises too
     explained = ended_by_cuda_oom(life.tables)
-    findings = [_crash(life, key) for key, _ in causes[:1] if key not in explained]
+    left = [] if explained or not causes else _left_before(life, causes[0][1])
+    findings = left or [_crash(life, key) for key, _ in causes[:1] if key not in explained]
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
         findings += _failed_exit(life, code)
     return findings
+
+
+def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]:
+    """Return the finding on a training process that ended itself before another one, which lost it, raised.
+
+    `sys.exit` is recorded with its time. A process that ends by os._exit records nothing, but its launcher names
+    the status; it counts if what was raised is an error of a collective.
+    """
+    raiser, raised_ns = writer_of(exception), exception["time_ns"]
+    peers = {key for key in life.mains if key not in (raiser, *life.exceptions)}
+    exits = [
+        event
+        for event in life.tables.events_of("exit-message")
+        if writer_of(event) in peers and _start_ns(life, raiser) < event["time_ns"] < raised_ns
+    ]
+    if exits:
+        return [_exit(life, exits[0])]
+    codes = life.exit_codes_by_launcher if is_of_collective(exception) else {}
+    silent = [key for key in life.mains if key in peers and key not in life.recorded_exits]
+    return [_exit_without_handlers(life, key, code) for key in silent if (code := codes.get(key[1], 0)) > 0][:1]
+
+
+def _start_ns(life: Lifecycle, key: ProcessKey) -> float:
+    """Return the time of the first record of a process."""
+    starts = life.tables.events_of("process-attached", "process-start", by=key)
+    return min((float(event["time_ns"]) for event in starts), default=0.0)
+
+
+def _exit_without_handlers(life: Lifecycle, key: ProcessKey, code: int) -> Finding:
+    """Return the finding on a rank that ended by a status of its own, as by os._exit."""
+    return catalogue.RANK_EXITED.finding(
+        locus=life.locus(key),
+        since_step=last_step(life.tables, key),
+        evidence=(
+            fact("exit_status", code, "of the rank, named by its launcher"),
+            fact("uncaught_exception_count", 0, "events of the rank"),
+            *last_memory(life.tables, key),
+        ),
+        what=sentence(life.name(key)),
+        status=code,
+    )
 
 
 def _raised_before_training(life: Lifecycle) -> Mapping[ProcessKey, Mapping[str, Any]]:

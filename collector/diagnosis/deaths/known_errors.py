@@ -41,6 +41,8 @@ from collector.findings import Advice, Evidence, Fault, advise, fact
 from collector.store import ProcessKey
 from collector.units import counted, duration, listed, size
 
+#: Message of a collective that failed: gloo and NCCL, and torch's own words.
+_OF_COLLECTIVE = r"[/ ]gloo|NCCL|ProcessGroup"
 #: Timeout in ms of a collective (gloo's unbound_buffer.cc; torch's ProcessGroupNCCL.cpp).
 _WAITED = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d+)")
 
@@ -83,6 +85,11 @@ def cause_of(
     raised = _Raised(tables=tables, key=key, raiser=worker or key, time_ns=event["time_ns"], text=text, trace=trace)
     causes = (explain(raised) for pattern, explain in _CAUSES if pattern.search(text))
     return next(filter(None, causes), None)
+
+
+def is_of_collective(event: Mapping[str, Any]) -> bool:
+    """Return whether an `exception` event is about a collective, which fails where a rank has left."""
+    return re.search(_OF_COLLECTIVE, str(event.get("message"))) is not None
 
 
 #: Calls that fork, as tracebacks show them.
@@ -482,7 +489,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
         (r"\[Errno (?:5|107|116|121)\]|Stale file handle", _STORAGE),
         (r"CUBLAS_STATUS_ALLOC_FAILED", _CUBLAS),
         (r"\d+/\d+ clients joined", _RENDEZVOUS),
-        (r"[/ ]gloo|NCCL|ProcessGroup", _collective),
+        (_OF_COLLECTIVE, _collective),
         (r"BrokenPipeError", _pipe),
         (r"EADDRINUSE|[Aa]ddress already in use", _PORT),
         (r"Connection(?:Reset|Refused|Aborted)Error|URLError|ConnectTimeout|ReadTimeout", _NETWORK),

@@ -33,8 +33,8 @@ _SHELL_SIGNAL_BASE = 128
 _PROGRAM_CHARACTERS = 60
 _LAST_SIGNAL = 64
 _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
-# torch.multiprocessing.spawn: a child that a signal ended, and one that raised
-_SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")
+# torch.multiprocessing.spawn: a child that a signal or a status of its own ended, and one that raised
+_SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with (?:signal|exit code) (SIG\w+|\d+)")
 SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
 _SIGNAL_MESSAGE = re.compile(r"got signal: (\d+)")  # torch.distributed.elastic's SignalException
 
@@ -282,7 +282,7 @@ class Lifecycle:
     @cached_property
     def killed_mains(self) -> dict[ProcessKey, int | None]:
         """Training processes (or the command itself) that ended abruptly -> the signal, None if unknown."""
-        exit_codes = self._exit_codes_by_launcher()
+        exit_codes = self.exit_codes_by_launcher
         killed: dict[ProcessKey, int | None] = {}
         for key in self.mains:
             if key in self.exceptions:
@@ -331,16 +331,17 @@ class Lifecycle:
         is_wrapped = len(self.mains) == 1 and key not in self.recorded_exits
         return self.fatal_signal if key == self.command or is_wrapped else None
 
-    def _exit_codes_by_launcher(self) -> dict[int, int]:
+    @cached_property
+    def exit_codes_by_launcher(self) -> dict[int, int]:
         """Return pid -> exit code of the training processes that a launcher names as the cause of its failure."""
         codes: dict[int, int] = {}
         for launcher, event in self.exceptions.items():
             text = str(event.get("message"))
             codes |= {int(pid): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
             children = self._children(launcher)
-            for place, name in _SPAWN_MESSAGE.findall(text):
-                if int(place) < len(children) and name in Signals.__members__:
-                    codes[children[int(place)][1]] = -Signals[name]
+            for place, end in _SPAWN_MESSAGE.findall(text):
+                if int(place) < len(children) and (end.isdecimal() or end in Signals.__members__):
+                    codes[children[int(place)][1]] = int(end) if end.isdecimal() else -Signals[end]
         causes = {
             pid: code for pid, code in codes.items() if code != -SIGTERM
         }  # it stops the other ranks by SIGTERM
