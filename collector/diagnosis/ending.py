@@ -295,7 +295,7 @@ def _of_ends(life: Lifecycle) -> Iterator[tuple[float, str]]:
     for event in tables.events_of("thread-exception"):
         of = f"Thread {event.get('thread')} of process {event['pid']}"
         yield float(event["time_ns"]), f"{of} ended with {_short(raised_in(event, writer_of(event)).headline)}"
-    exits = {writer_of(event): event for event in tables.events_of("exit-message")}
+    exits = {writer_of(event): event for event in life.exit_messages}
     for key, event in exits.items():
         words = f"{sentence(life.name(key))} called sys.exit: {_short(message_lines(event)[0])}"
         yield float(event["time_ns"]), words

@@ -227,7 +227,7 @@ def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]
     peers = {key for key in life.mains if key not in (raiser, *life.exceptions)}
     exits = [
         event
-        for event in life.tables.events_of("exit-message")
+        for event in life.exit_messages
         if writer_of(event) in peers and _start_ns(life, raiser) < event["time_ns"] < raised_ns
     ]
     if exits:
@@ -270,7 +270,7 @@ def _raised_before_training(life: Lifecycle) -> Mapping[ProcessKey, Mapping[str,
         for key, event in in_order
         if event.get("type") not in _REPORTS_OF_A_CHILD and signal_raised(event) is None
     ]
-    has_exited = bool(life.command and life.tables.events_of("exit-message", by=life.command))
+    has_exited = any(writer_of(event) == life.command for event in life.exit_messages)
     if life.exit_status != _EXCEPTION_STATUS or life.command in dict(causes) or has_exited:
         return life.exceptions_above
     ranks = [(key, event) for key, event in causes if event.get("rank") is not None]
@@ -290,7 +290,7 @@ def _survived_crashes(life: Lifecycle) -> list[Finding]:
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
         findings.append(extended(finding, "", count))
     exits: dict[str, tuple[ProcessKey, Mapping[str, Any]]] = {}
-    for event in life.tables.events_of("exit-message"):
+    for event in life.exit_messages:
         key = writer_of(event)
         is_caught = iterations_within(life.tables, key, event["time_ns"], math.inf) > 0
         if key in life.mains and key not in {life.command, *life.exceptions, *explained} and not is_caught:
@@ -364,8 +364,7 @@ def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Findi
 
 
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
-    events = life.tables.events_of("exit-message")
-    messages = [event for event in events if writer_of(event) in (*life.mains, life.command)]
+    messages = [event for event in life.exit_messages if writer_of(event) in (*life.mains, life.command)]
     signal = code - _SIGNAL_STATUS
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:

@@ -36,6 +36,7 @@ _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # 
 # torch.multiprocessing.spawn: a child that a signal or a status of its own ended, and one that raised
 _SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with (?:signal|exit code) (SIG\w+|\d+)")
 SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
+_SPAWN_MODULE = "torch/multiprocessing/spawn.py"
 _SIGNAL_MESSAGE = re.compile(r"got signal: (\d+)")  # torch.distributed.elastic's SignalException
 
 
@@ -206,6 +207,15 @@ class Lifecycle:
     def exceptions(self) -> dict[ProcessKey, Mapping[str, Any]]:
         """The last uncaught exception of each process."""
         return {writer_of(event): event for event in self.tables.events_of("exception")}
+
+    @cached_property
+    def exit_messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The `sys.exit` calls with a message or a failing status, without those that torch makes in mp.spawn.
+
+        A child of mp.spawn writes the exception that ended it for its launcher, which raises it, and calls sys.exit.
+        """
+        events = self.tables.events_of("exit-message")
+        return tuple(event for event in events if _SPAWN_MODULE not in str(event.get("site")))
 
     @cached_property
     def detached(self) -> frozenset[ProcessKey]:
