@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,29 +16,25 @@ import numpy as np
 
 from collector.diagnosis.deaths.catalogue import READER_GONE
 from collector.diagnosis.loading.loaders import living_workers, loader_settings
-from collector.diagnosis.loading.names import loader_name
-from collector.diagnosis.loading.uneven_ranks import uneven_ranks
+from collector.diagnosis.loading.uneven_ranks import batches_meanwhile, uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
 from collector.diagnosis.run.columns import (
     SECOND_NS,
-    between,
     floats,
     host_samples,
     last,
     peak,
     sampled,
     seconds,
-    written,
 )
 from collector.diagnosis.run.host_memory import binding_limit
-from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats
 from collector.findings import Advice, Evidence, Fault, advise, fact
 from collector.store import ProcessKey
-from collector.units import counted, duration, listed, size
+from collector.units import duration, listed, size
 
 #: Message of a collective that failed: gloo and NCCL, and torch's own words.
 _OF_COLLECTIVE = r"[/ ]gloo|NCCL|ProcessGroup"
@@ -252,13 +247,8 @@ def _collective(raised: _Raised) -> Cause | None:
     if waited is None:
         return None
     seconds = int(waited[1]) / 1e3
-    tables, begin_ns, busy = raised.tables, raised.time_ns - seconds * SECOND_NS, []
-    for key in lifecycle_of(tables).mains:
-        batches = between(written(tables, "batch", key), begin_ns, raised.time_ns)
-        for loader, number in Counter(floats(batches, "loader")).items() if key != raised.key else ():
-            name = loader_name(loader_settings(tables).get((key, int(loader)), {}))
-            named = f"loader {int(loader)} ({name})" if name else f"loader {int(loader)}"
-            busy.append(f"{lifecycle_of(tables).name(key)} got {counted(number, 'batch')} of {named}")
+    begin_ns = raised.time_ns - seconds * SECOND_NS
+    busy = batches_meanwhile(raised.tables, raised.key, np.array([begin_ns]), np.array([raised.time_ns]))
     meanwhile = f" Meanwhile {listed(busy)}." if busy else ""
     look = (
         "let all ranks share what one of them does alone"

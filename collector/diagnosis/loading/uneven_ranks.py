@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
-from collector.diagnosis.loading.loaders import Loop, loops, own_pass
-from collector.diagnosis.run.columns import whole
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.loading.loaders import Loop, loader_settings, loops, own_pass
+from collector.diagnosis.loading.names import loader_name
+from collector.diagnosis.run.columns import floats, whole, written
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, once
+from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Evidence, fact
-from collector.units import count
+from collector.store import ProcessKey
+from collector.units import count, counted
 
 #: Longest time from the end of a pass that an exception leaves to the record of that exception.
 _UNWINDING_NS = 10**9
@@ -49,6 +57,24 @@ def uneven_ranks(tables: RunTables) -> UnevenRanks | None:
         if least is not None and least.ended < most.longest:
             return _words(least, most)
     return None
+
+
+def batches_meanwhile(tables: RunTables, main: ProcessKey, begins: Floats, ends: Floats) -> list[str]:
+    """Return a clause for each loader from which another training process got batches in these stretches (ns)."""
+    clauses = []
+    for key in lifecycle_of(tables).mains:
+        batches = records_within(written(tables, "batch", key), begins, ends)
+        for loader, number in Counter(floats(batches, "loader")).items() if key != main else ():
+            name = loader_name(loader_settings(tables).get((key, int(loader)), {}))
+            named = f"loader {int(loader)} ({name})" if name else f"loader {int(loader)}"
+            clauses.append(f"{lifecycle_of(tables).name(key)} got {counted(number, 'batch')} of {named}")
+    return clauses
+
+
+def records_within(records: pd.DataFrame, begins: Floats, ends: Floats) -> pd.DataFrame:
+    """Return the records of these stretches, which begin and end in order (ns)."""
+    times = floats(records, "time_ns")
+    return records[np.searchsorted(begins, times, side="right") > np.searchsorted(ends, times, side="left")]
 
 
 def _passes(loop: Loop, rank: int) -> _Passes:

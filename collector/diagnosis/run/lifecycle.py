@@ -212,7 +212,7 @@ class Lifecycle:
     def exit_messages(self) -> tuple[Mapping[str, Any], ...]:
         """The `sys.exit` calls with a message or a failing status, without those that torch makes in mp.spawn.
 
-        A child of mp.spawn writes the exception that ended it for its launcher, which raises it, and calls sys.exit.
+        A child of mp.spawn that raises writes the exception for its launcher, which raises it, and calls sys.exit.
         """
         events = self.tables.events_of("exit-message")
         return tuple(event for event in events if _SPAWN_MODULE not in str(event.get("site")))

@@ -11,6 +11,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.child_processes import cpu_spent_ns, living_children
 from collector.diagnosis.loading.core_waits import queued_ratio
+from collector.diagnosis.loading.uneven_ranks import batches_meanwhile, records_within
 from collector.diagnosis.run.columns import (
     ITERATIONS,
     SECOND_NS,
@@ -29,7 +30,7 @@ from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.statistics.growth import Floats, spread
 from collector.findings import Finding, Locus, advise, extended, fact, measurements
 from collector.store import ProcessKey
-from collector.units import count, counted, duration, percent
+from collector.units import count, counted, duration, listed, percent
 from training_harness.records import ROLE_WORKER
 
 _PHASES = ("h2d", "forward", "backward", "optimizer", "other")
@@ -71,6 +72,11 @@ _LESS_BETWEEN = (
     "Look at what the script does between its epochs, such as evaluating, saving, plotting or making the dataset "
     "again: `tidegauge run --investigate -- COMMAND` names the line. Do it less often, or in another process while "
     "the next epoch goes on"
+)
+#: The same, if another rank gets batches meanwhile.
+_SHARE_BETWEEN = (
+    "Let all ranks share what one of them does alone between the epochs: for an evaluation, give its loader a "
+    "DistributedSampler, and add up the results of the ranks (all_reduce). Or do it less often"
 )
 
 
@@ -254,10 +260,15 @@ def _between_epochs(tables: RunTables, main: ProcessKey, *, without_saves: bool)
     if len(lengths) < _MIN_BETWEEN or loss.ratio < _LEAST_BETWEEN:
         return []
     pause_seconds, cores = median(lengths) / SECOND_NS, _cores_in(sampled(tables, main), begins, ends)
-    waiting = ""
+    waiting, advice = "", _LESS_BETWEEN
     if cores is not None and cores < _WAITING_RATIO:
         waits_for_children = _children_cores(tables, main, begins, ends) >= _WAITING_RATIO
         waiting = f"Its process waits then{', while its child processes compute' if waits_for_children else ''}. "
+        others = (key for key in lifecycle_of(tables).mains if key != main)
+        is_ahead = all(records_within(written(tables, "step", key), begins, ends).empty for key in others)
+        # A rank that makes steps then has more batches in its epoch.
+        if is_ahead and (busy := batches_meanwhile(tables, main, begins, ends)):
+            waiting, advice = f"Its process waits then, and meanwhile {listed(busy)}. ", _SHARE_BETWEEN
     return [
         Finding(
             kind="main-thread-pause",
@@ -272,7 +283,7 @@ def _between_epochs(tables: RunTables, main: ProcessKey, *, without_saves: bool)
                 *loss.evidence(pause_seconds=pause_seconds, usual_step_seconds=usual / SECOND_NS),
                 *(measurements(len(lengths), loss.window, pause_cpu_ratio=cores) if cores is not None else ()),
             ),
-            advice=advise(text=_LESS_BETWEEN, expected=f"up to {percent(loss.ratio)} less time"),
+            advice=advise(text=advice, expected=f"up to {percent(loss.ratio)} less time"),
         )
     ]
 

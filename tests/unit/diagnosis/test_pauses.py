@@ -243,6 +243,24 @@ def test_ranks_that_wait_for_each_other_between_epochs_are_one_finding():
     assert pause.locus.rank == 1
 
 
+@pytest.mark.parametrize(("trains", "is_named"), [(False, True), (True, False)])
+def test_a_rank_that_waits_while_another_one_evaluates_names_its_loader(trains, is_named):
+    """Rank 1 waits between its epochs; meanwhile rank 0 evaluates, or has more batches to train on."""
+    script, other = script_with_gaps(12.0, rank=1), (MAIN[0], 200, 5200)
+    seconds = np.arange(START_SECONDS, script.now_seconds)
+    held = np.full(len(seconds), 300 * MIB)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held, cpu_ns=0.0 * seconds, rank=1)
+    evaluation = {"workers": 0, "prefetch": 0, "service": jittered(0.01), "consumer": jittered(0.05)}
+    start_training(script, key=other, rank=0)
+    end, steps = script.now_seconds, len(script.parts["step"])
+    simulate(**evaluation, batches=int((end - START_SECONDS) / 0.06), script=script, key=other, rank=0, loader=1)
+    if not trains:
+        del script.parts["step"][steps:]
+    (pause,) = between_epochs(script)
+    assert ("and meanwhile rank 0 (pid 200) got" in pause.summary) == is_named
+    assert ("Let all ranks share" in pause.advice[0].text) == is_named
+
+
 def test_the_end_of_workers_is_no_time_between_epochs():
     script = script_with_gaps(12.0)
     for event in [event for event in script.events if event["kind"] == "epoch-start" and event["epoch"]]:
