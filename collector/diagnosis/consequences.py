@@ -201,9 +201,16 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     """Return a death for lack of memory with the leak of its process as the first thing to fix, if it leaked.
 
     A kill by an unknown sender may be one. Where the exception came from a worker, the memory was refused to that.
+    The same holds for /dev/shm, which a host's processes share, and for open files.
     """
     if death.kind == "cuda-oom":
         return _with_fix_of_library(death, findings)
+    if death.kind == "shm-bus-error" or death.value_of("shm_used_peak_bytes") is not None:
+        of_host = (leak for leak in findings if leak.locus.host == death.locus.host and _fills_shared_memory(leak))
+        return _fixed_first(death, next(of_host, None), findings, "the use of /dev/shm")
+    if death.kind == "crashed" and death.value_of("fd_limit_count") is not None:
+        of_files = (leak for leak in _in_same_process(findings, "fd-leak", death) if leak.severity != "info")
+        return _fixed_first(death, next(of_files, None), findings, "the number of open files")
     is_refused = _is_refused(death)
     if death.kind != "host-oom-kill" and not is_refused and not _is_unexplained_kill(death):
         return death
@@ -222,6 +229,20 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
     rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_OUTPUTS, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
+
+
+def _fixed_first(death: Finding, leak: Finding | None, findings: list[Finding], grown: str) -> Finding:
+    """Return a death with the advice to fix a leak first, or what that follows from, if there is one."""
+    if leak is None:
+        return death
+    fix = replace(FIX_LEAK, text=f"Fix {_keeper(findings, leak) or leak.kind} first: {grown} grew until the end")
+    return replace(death, fault="your code", advice=(fix, *death.advice))
+
+
+def _fills_shared_memory(leak: Finding) -> bool:
+    """Return whether a leak takes ever more of /dev/shm."""
+    is_of_batches = leak.kind == "fd-leak" and leak.value_of("process_shm_rise_bytes") is not None
+    return leak.severity != "info" and (leak.kind == "shm-leak" or is_of_batches)
 
 
 def _takes_memory(leak: Finding) -> bool:

@@ -134,6 +134,8 @@ def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     cpu_time = _used_up_cpu_time(life.tables, victim)
     death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
+    if victim.signal == SIGTERM and _is_timed_out(life):  # torchrun and Lightning raise it as an exception
+        death = catalogue.TIMED_OUT
     return death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
@@ -143,6 +145,7 @@ def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
         what=sentence(victim.what),
         by=by,
         code=victim.exit_code,
+        status=life.exit_status,
         loss="the training lost the rest of its epoch"
         if victim.went_on
         else "the training ended because this worker did",
@@ -363,13 +366,19 @@ def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Findi
     return replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
 
 
+def _is_timed_out(life: Lifecycle) -> bool:
+    """Return whether the command `timeout` ended the run, since its time was over."""
+    programs = life.programs.values()
+    return life.exit_status == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in programs)
+
+
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     messages = [event for event in life.exit_messages if writer_of(event) in (*life.mains, life.command)]
     signal = code - _SIGNAL_STATUS
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:
         return [_exit(life, messages[-1])]
-    is_over = code == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in life.programs.values())
+    is_over = _is_timed_out(life)
     keys = (*life.mains, *([life.command] if is_over and life.command else []))
     if not keys:
         return []

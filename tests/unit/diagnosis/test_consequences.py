@@ -62,6 +62,28 @@ def test_a_kill_follows_from_a_hang_of_the_process_that_was_killed(end, hanging,
     assert (found.consequence_of == "hang") == found.advice[0].text.startswith("Fix the hang first") == follows
 
 
+SHARED = fact("process_shm_rise_bytes", 9e8, "same window")
+NO_ROOM, NO_FILE = fact("shm_used_peak_bytes", 6e7, "run"), fact("fd_limit_count", 256, "last sample")
+
+
+@pytest.mark.parametrize(
+    ("death", "leaks", "first"),
+    [
+        (NO_ROOM, [leak("fd-leak", "count/s", SHARED), leak("shm-leak", "bytes/s", SHARED)], "fd-leak"),
+        (NO_ROOM, [leak("shm-leak", "bytes/s")], "shm-leak"),
+        (NO_ROOM, [leak("fd-leak", "count/s")], None),
+        (NO_FILE, [leak("fd-leak", "count/s")], "fd-leak"),
+        (NO_FILE, [leak("main-heap-leak", "bytes/s")], None),
+    ],
+)
+def test_a_crash_for_lack_of_shared_memory_or_files_says_which_leak_to_fix_first(death, leaks, first):
+    crash = killed(RANKS[0], catalogue.FAILED_EXIT, death)
+    found = next(one for one in without_consequences([crash, *leaks]) if one.kind == "crashed")
+    text = found.advice[0].text
+    assert text.startswith(f"Fix {first} first: the ") if first else text == crash.advice[0].text
+    assert found.fault == ("your code" if first else None)
+
+
 @pytest.mark.parametrize(
     ("grows", "explains"),
     [

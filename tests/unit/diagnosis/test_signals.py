@@ -94,6 +94,19 @@ def test_the_command_timeout_is_named_and_no_crash():
     assert "`timeout` ended the command" in diagnose(script.tables()).findings[0].summary
 
 
+def test_the_command_timeout_is_named_where_the_training_raised_its_signal():
+    """torchrun and Lightning turn SIGTERM into an exception."""
+    script = exception(training(), "SignalException", "Process 100 got signal: 15")
+    end_run(end_training(end_workers(script)), 124)
+    assert "ended by SIGTERM" in diagnose(script.tables()).findings[0].summary
+    seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+    script.event(START_SECONDS, "process-seen", COLLECTOR, **seen)
+    (found,) = [one for one in diagnose(script.tables()).findings if one.kind in DEATHS]
+    assert (found.kind, found.severity) == ("killed", "warning")
+    assert "`timeout` ended the command" in found.summary
+    assert found.advice[0].text.startswith("Give `timeout` more time")
+
+
 def test_the_command_timeout_is_named_before_the_first_step():
     seen = {"argv": ["/usr/bin/timeout", "9"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
     script = end_run(Script().event(START_SECONDS, "process-seen", COLLECTOR, **seen), 124)
