@@ -24,6 +24,8 @@ _OF_PROCESS: dict[tuple[str, str | None], str] = {
     ("host-oom-kill", "main"): "training process's memory",
     ("host-oom-kill", "worker"): "workers' memory",
 }
+#: Evidence of a crash for lack of a resource -> the check that fails by it.
+_OF_CRASH = {"fd_limit_count": "open files", "shm_used_peak_bytes": "/dev/shm"}
 #: Checks that read what the hooks record.
 _OF_HOOKS = ("workers' memory", "data loading", "pauses of the training")
 _LEAST_READINGS = 2
@@ -42,11 +44,7 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     obstacle = _CHECKS[name](tables)
     if obstacle and name in _OF_HOOKS and life.watched and not life.mains:
         obstacle = "watched from outside"
-    found = [
-        finding
-        for finding in findings
-        if name in (*KINDS[finding.kind].checks, _OF_PROCESS.get((finding.kind, finding.locus.role)))
-    ]
+    found = [finding for finding in findings if name in _failed_by(finding)]
     growths = [finding for finding in found if finding.group == "memory leak" and finding.severity == "info"]
     troubles = [finding for finding in found if not finding.is_healthy and finding not in growths]
     if troubles or any(finding.consequence_of for finding in growths) or (obstacle and found):
@@ -59,6 +57,12 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     if obstacle:
         return Check(name=name, status="not judged", reason=obstacle)
     return Check(name=name, status="fine", reason=_PARTS[name](tables) if name in _PARTS else "")
+
+
+def _failed_by(finding: Finding) -> set[str | None]:
+    """Return the checks that fail by a finding."""
+    lacks = (_OF_CRASH.get(item.name) for item in finding.evidence if finding.kind == "crashed")
+    return {*KINDS[finding.kind].checks, _OF_PROCESS.get((finding.kind, finding.locus.role)), *lacks}
 
 
 def _end(tables: RunTables) -> str:
