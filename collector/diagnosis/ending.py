@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths.host_oom_kill import MARGIN_TICKS, memory_was_short
+from collector.diagnosis.deaths.host_oom_kill import MARGIN_TICKS, kills_between_samples, memory_was_short
 from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
 from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings, worker_slots
@@ -245,13 +245,13 @@ def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:
             words = "the cgroup's limit" if name == "cgroup" else "the host's memory"
             share = percent(_NEARLY_FULL_RATIO)
             yield float(times[full[0]]), f"Memory in use reached {share} of {words} of {size(limit)}."
-        kills = {name: np.diff(floats(rows, f"{name}_oom_kill_count")) > 0 for name in ("cgroup", "host")}
-        for place in np.flatnonzero(kills["cgroup"] | kills["host"]):
+        of_cgroup, of_host = (counts > 0 for counts in kills_between_samples(tables, str(host)))
+        for place in np.flatnonzero(of_cgroup | of_host):
             # The host's counter also rises when a job next to this one meets a limit of its own.
             is_near = abs(np.arange(len(times)) - place) <= MARGIN_TICKS
-            if not (kills["cgroup"][place] or memory_was_short(tables, str(host), is_near)):
+            if not (of_cgroup[place] or memory_was_short(tables, str(host), is_near)):
                 continue
-            whose = "this cgroup" if kills["cgroup"][place] else "this host"
+            whose = "this cgroup" if of_cgroup[place] else "this host"
             words = f"The kernel killed a process of {whose}: out of memory."
             ends = (float(event["time_ns"]) for event in tables.events_of("worker-died", "command-exit"))
             within = (end for end in ends if times[place] < end < times[place + 1])

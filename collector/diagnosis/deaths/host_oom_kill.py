@@ -32,6 +32,7 @@ from collector.diagnosis.run.limit_owner import SLURM_REMEDY, limit_owner
 from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import iterates, own_steps, training_start_ns
+from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Finding, Limit, fact
 from collector.units import size
 
@@ -80,21 +81,34 @@ def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
     this job. The host's covers all programs, so it counts only if memory was short then.
     """
     host = victim.main[0]
-    samples = host_samples(tables, host)
-    times = floats(samples, "time_ns")
+    times = floats(host_samples(tables, host), "time_ns")
     if len(times) < 2:
         return {}
     begin, end = end_window(tables, victim)
     is_near = (times[1:] >= begin) & (times[:-1] <= end)
-    is_same_cgroup = np.diff(np.nan_to_num(floats(samples, "cgroup_limit_bytes"), nan=-1.0)) == 0
-    cgroup, whole_host = (
-        np.maximum(np.nan_to_num(np.diff(floats(samples, column))), 0.0)
-        for column in ("cgroup_oom_kill_count", "host_oom_kill_count")
-    )
-    kills = {"cgroup_oom_kill_count": int(cgroup[is_same_cgroup & is_near].sum())}
+    cgroup, whole_host = kills_between_samples(tables, host)
+    kills = {"cgroup_oom_kill_count": int(cgroup[is_near].sum())}
     if memory_was_short(tables, host, (times >= begin) & (times <= end)):
         kills["host_oom_kill_count"] = int(whole_host[is_near].sum())
     return kills
+
+
+def kills_between_samples(tables: RunTables, host: str) -> tuple[Floats, Floats]:
+    """Return the increases of the cgroup's and of the host's kill counter between two samples each.
+
+    The kernel counts each kill in its victim's cgroup, so one that the host alone counts was in another cgroup.
+    A cgroup that is gone with its last process counts no longer.
+    """
+    samples = host_samples(tables, host)
+    limits = np.diff(floats(samples, "cgroup_limit_bytes"))
+    counted, whole_host = (
+        np.maximum(np.diff(floats(samples, f"{name}_oom_kill_count")), 0.0) for name in ("cgroup", "host")
+    )
+    has_limit = np.isfinite(floats(samples, "cgroup_limit_bytes"))
+    is_same = (limits == 0) | ~(has_limit[1:] | has_limit[:-1])
+    cgroup, whole_host = np.where(is_same, np.nan_to_num(counted), 0.0), np.nan_to_num(whole_host)
+    is_counted = np.isfinite(counted) & (limits == 0)
+    return cgroup, np.where(is_counted, np.minimum(whole_host, cgroup), whole_host)
 
 
 def memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:

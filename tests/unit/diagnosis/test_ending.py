@@ -26,7 +26,7 @@ def training():
     return script
 
 
-def killed_for_memory():
+def killed_for_memory(**counts):
     """Its worker's memory reaches the cgroup's limit within the last minute, and the kernel kills it."""
     script = training()
     held = [(80 + second) * MIB for second in range(120)]
@@ -37,6 +37,7 @@ def killed_for_memory():
         demand=[value + 200 * MIB for value in held],
         limit=LIMIT_BYTES,
         cgroup_oom_kill_count=[0] * 119 + [1],
+        **counts,
     )
     died = {"loader": 0, "epoch": 0, "worker": 0, "worker_pid": WORKER[1], "exit_code": -9, "last_index": 230}
     script.event(END_SECONDS - 0.5, "worker-died", **died)
@@ -97,6 +98,14 @@ def test_kill_on_the_host_is_listed_only_if_memory_was_short():
 
     assert kill_lines(200 * MIB) == ["The kernel killed a process of this host: out of memory."]
     assert kill_lines(18 * 2**30) == []  # in the cgroup of another job
+
+
+def test_a_kill_that_the_cgroup_did_not_count_is_none_of_the_run():
+    verdict = diagnose(killed_for_memory(host_oom_kill_count=[0] * 112 + [1] * 7 + [2]).tables())
+    assert [text for text in texts(verdict) if "The kernel killed" in text] == [
+        "The kernel killed a process of this cgroup: out of memory."
+    ]
+    assert verdict.findings[0].value_of("host_oom_kill_count") == 1
 
 
 def test_checkpoints_of_the_last_minute_alone_are_listed():
