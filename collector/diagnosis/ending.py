@@ -208,10 +208,11 @@ def _happenings(life: Lifecycle) -> tuple[Happening, ...]:
 
 
 def _of_training(life: Lifecycle) -> Iterator[tuple[float, str]]:
-    """Yield the phases of the training, as the first training process recorded them, and its last step."""
+    """Yield the phases of the training, as the process with the last step recorded them, and that step."""
     if not life.mains:
         return
-    tables, main = life.tables, life.mains[0]
+    tables = life.tables
+    main = max(life.mains, key=lambda key: floats(written(tables, "step", key), "time_ns").max(initial=0.0))
     settings = loader_settings(tables)
     phases = tables.events_of("phase", by=main)
     for event in phases:

@@ -194,10 +194,11 @@ def _death_of(victim: Victim) -> Death:
 def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     """Find the uncaught exception that ended the training; the first one is the cause of the rest.
 
-    Exceptions of the processes that started the training count too, unless they report a victim's end.
+    Exceptions of the processes that started the training count too, unless they report a victim's end. Of trainings
+    that follow each other, as in a shell script, the last one ended the command.
     """
     if life.exit_status == 0:
-        return _survived_crashes(life)
+        return [*_survived_exceptions(life, life.exceptions), *_survived_exits(life)]
     victim_mains = {victim.main for victim in victims}
     raised = life.exceptions_above if life.mains else _raised_before_training(life)
     causes = [
@@ -212,12 +213,25 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     if victims and len(life.mains) > 1:
         causes = []  # a rank that lost its peer raises too
     explained = ended_by_cuda_oom(life.tables)
-    left = [] if explained or not causes else _left_before(life, causes[0][1])
-    findings = left or [_crash(life, key) for key, _ in causes[:1] if key not in explained]
+    launches = _launches(life, causes)
+    left = [finding for _, event in launches[-1:] if not explained for finding in _left_before(life, event)]
+    findings = left or [_crash(life, key) for key, _ in launches[-1:] if key not in explained]
+    findings += _survived_exceptions(life, dict(launches[:-1]))
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
         findings += _failed_exit(life, code)
     return findings
+
+
+def _launches(
+    life: Lifecycle, causes: Sequence[tuple[ProcessKey, Mapping[str, Any]]]
+) -> list[tuple[ProcessKey, Mapping[str, Any]]]:
+    """Return the first exception of each launch, which starts its processes when the one before has failed."""
+    firsts: list[tuple[ProcessKey, Mapping[str, Any]]] = []
+    for key, event in causes:
+        if not firsts or _start_ns(life, key) > firsts[-1][1]["time_ns"]:
+            firsts.append((key, event))
+    return firsts
 
 
 def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]:
@@ -231,7 +245,9 @@ def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]
     exits = [
         event
         for event in life.exit_messages
-        if writer_of(event) in peers and _start_ns(life, raiser) < event["time_ns"] < raised_ns
+        if writer_of(event) in peers
+        and _start_ns(life, raiser) < event["time_ns"] < raised_ns
+        and _is_final(life, event)
     ]
     if exits:
         return [_exit(life, exits[0])]
@@ -280,25 +296,35 @@ def _raised_before_training(life: Lifecycle) -> Mapping[ProcessKey, Mapping[str,
     return dict(ranks[:1] or causes[-1:]) or life.exceptions_above
 
 
-def _survived_crashes(life: Lifecycle) -> list[Finding]:
+def _survived_exceptions(life: Lifecycle, raised: Mapping[ProcessKey, Mapping[str, Any]]) -> list[Finding]:
     """Return the exceptions of trainings that the command survived, as a sweep does; the first of those alike."""
     explained = ended_by_cuda_oom(life.tables)
     alike: dict[tuple[str, str], list[ProcessKey]] = {}
-    for key, event in sorted(life.exceptions.items(), key=lambda item: item[1]["time_ns"]):
+    for key, event in sorted(raised.items(), key=lambda item: item[1]["time_ns"]):
         if key in life.mains and key != life.command and key not in explained and signal_raised(event) is None:
             alike.setdefault((str(event.get("type")), str(event.get("site"))), []).append(key)
     findings = []
     for key, *more in alike.values():
-        finding = _crash(life, key, main_victim(life, key, None))
+        victim = main_victim(life, key, None)
+        finding = _crash(life, key, replace(victim, went_on=victim.went_on or " The command went on."))
         count = fact("victims_count", 1 + len(more), "training processes that ended so")
         findings.append(extended(finding, "", count))
+    return findings
+
+
+def _survived_exits(life: Lifecycle) -> list[Finding]:
+    """Return the calls of `sys.exit` in trainings that the command survived, the first at each line."""
     exits: dict[str, tuple[ProcessKey, Mapping[str, Any]]] = {}
+    others = {life.command, *life.exceptions, *ended_by_cuda_oom(life.tables)}
     for event in life.exit_messages:
-        key = writer_of(event)
-        is_caught = iterations_within(life.tables, key, event["time_ns"], math.inf) > 0
-        if key in life.mains and key not in {life.command, *life.exceptions, *explained} and not is_caught:
+        if (key := writer_of(event)) in life.mains and key not in others and _is_final(life, event):
             exits.setdefault(str(event.get("site")), (key, event))
-    return findings + [_exit(life, event, main_victim(life, key, None).went_on) for key, event in exits.values()]
+    return [_exit(life, event, main_victim(life, key, None).went_on) for key, event in exits.values()]
+
+
+def _is_final(life: Lifecycle, event: Mapping[str, Any]) -> bool:
+    """Return whether a training did not go on after a call of `sys.exit`, as one does that catches it."""
+    return iterations_within(life.tables, writer_of(event), event["time_ns"], math.inf) == 0
 
 
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:

@@ -1,8 +1,8 @@
-"""Trainings that vanish under a shell whose own status is 0."""
+"""Trainings that end badly under a shell, whose own status may be another one."""
 
 import pytest
 from ended_runs import DEATHS, end_run, end_training, end_workers, training
-from simulated_runs import START_SECONDS
+from simulated_runs import START_SECONDS, Script
 
 from collector.diagnosis.verdict import diagnose
 
@@ -47,3 +47,23 @@ def test_training_that_exits_by_itself_under_a_shell(status, told):
     assert [(finding.kind, finding.severity) for finding in found] == [("crashed", "warning")]
     went_on = "The command went on, and ended with exit status 0."
     assert found[0].summary.endswith(f"called sys.exit at train.py:12, in main: {told}. {went_on}")
+
+
+@pytest.mark.parametrize("begins", [2, 12])
+def test_of_trainings_that_follow_each_other_the_last_one_ended_the_command(begins):
+    """Three fail; all begin one after another, or at once, as ranks of which the first one is the cause."""
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    for number, line in enumerate((9, 9, 14)):
+        key, begin = ("node", 200 + number, 8000 + number), START_SECONDS + begins * number
+        script.event(begin, "process-start", key, parent_pid=99)
+        raised = {"type": "RuntimeError", "message": "shapes differ", "site": f"/home/me/trial.py:{line}, in main"}
+        script.event(begin + 10, "exception", key, **raised)
+    script.now_seconds = START_SECONDS + 60
+    found = [one for one in diagnose(end_run(script, 1).tables()).findings if one.kind in DEATHS]
+    places = [(one.severity, one.locus.pid, one.value_of("victims_count")) for one in found]
+    if begins == 2:
+        assert places == [("critical", 200, None)]
+    else:
+        assert places == [("critical", 202, None), ("warning", 200, 2)]
+        assert found[1].summary.endswith("shapes differ. The command went on.")
