@@ -19,7 +19,17 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, key_of, origin_ns, sampled, whole
+from collector.diagnosis.run.columns import (
+    ITERATIONS,
+    SECOND_NS,
+    by_process,
+    floats,
+    key_of,
+    origin_ns,
+    sampled,
+    whole,
+    written,
+)
 from collector.diagnosis.run.processes import rank_of, signal_name
 from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import MIN_POINTS
@@ -413,7 +423,7 @@ class Lifecycle:
         if self.status() == "running" and not self.watch_ended:
             finish = float(self.tables.now_ns)
         elif exits:
-            finish = exits[-1]
+            finish = max(exits[-1], *self._last_signs_ns)  # a training may go on in the background
         elif self._end_time_ns is not None:
             finish = float(self._end_time_ns)
         else:
@@ -423,6 +433,16 @@ class Lifecycle:
                 return None
             finish = max(times)
         return max(0.0, (finish - begin) / SECOND_NS)
+
+    @property
+    def _last_signs_ns(self) -> list[float]:
+        """The times of the last step, the last batch, and the ends that the training processes recorded."""
+        records = (written(self.tables, name, key) for name in ITERATIONS for key in self.mains)
+        ends = (
+            event for event in self.tables.events_of("process-exit", "exception") if writer_of(event) in self.mains
+        )
+        times = (floats(rows, "time_ns").max(initial=0.0) for rows in records)
+        return [0.0, *times, *(float(event["time_ns"]) for event in ends)]
 
 
 @once

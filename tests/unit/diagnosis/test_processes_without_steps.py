@@ -279,6 +279,15 @@ def test_run_is_running_while_a_process_left_behind_lives():
     assert diagnose(script.tables()).status == "finished"
 
 
+def test_a_training_in_the_background_lasts_beyond_the_end_of_its_command():
+    script = simulate(workers=0, prefetch=0, service=jittered(0.1), consumer=jittered(0.1), batches=50)
+    script.manifest["command"]["pid"] = 99
+    script.event(START_SECONDS + 1, "command-exit", COLLECTOR, command_pid=99, exit_status=0)
+    script.event(START_SECONDS + 60, "process-exit", lost_count=0)
+    verdict = diagnose(script.tables())
+    assert (verdict.status, verdict.duration_seconds) == ("finished", 60)
+
+
 @pytest.mark.parametrize(("exit_status", "words"), [(-9, "SIGKILL"), (3, "exit status 3")])
 def test_end_of_the_command_is_told_beside_a_process_left_behind(exit_status, words):
     script = finish(program(np.zeros(60)), exit_status=exit_status)
