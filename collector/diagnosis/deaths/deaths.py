@@ -238,7 +238,7 @@ def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]
     """Return the finding on a training process that ended itself before another one, which lost it, raised.
 
     `sys.exit` is recorded with its time. A process that ends by os._exit records nothing, but its launcher names
-    the status; it counts if what was raised is an error of a collective.
+    the status; it counts if what was raised is an error of a collective, or of the launcher.
     """
     raiser, raised_ns = writer_of(exception), exception["time_ns"]
     peers = {key for key in life.mains if key not in (raiser, *life.exceptions)}
@@ -251,7 +251,8 @@ def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]
     ]
     if exits:
         return [_exit(life, exits[0])]
-    codes = life.exit_codes_by_launcher if is_of_collective(exception) else {}
+    is_lost = raiser not in life.mains or is_of_collective(exception)
+    codes = life.exit_codes_by_launcher if is_lost else {}
     silent = [key for key in life.mains if key in peers and key not in life.recorded_exits]
     return [_exit_without_handlers(life, key, code) for key in silent if (code := codes.get(key[1], 0)) > 0][:1]
 

@@ -411,43 +411,6 @@ def test_the_message_of_a_program_that_quotes_another_one_is_its_own():
     assert "RuntimeError at a.py:3, in f: ffmpeg terminated" in found.summary
 
 
-LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:5798"
-
-
-@pytest.mark.parametrize(("exits_at", "cause"), [(8, 201), (10, 200)])
-def test_a_rank_that_called_sys_exit_before_another_one_raised_is_the_cause(exits_at, cause):
-    script, launcher = ranks()
-    raised = {"type": "RuntimeError", "message": LOST_PEER if cause == 201 else "the loss is no number"}
-    script.event(START_SECONDS + 9, "exception", ("node", 200, 8000), 0, **raised)
-    said = {"message": "exit status 3", "status": 3, "site": "/home/me/train.py:7, in check", "handled": None}
-    script.event(START_SECONDS + exits_at, "exit-message", ("node", 201, 8000), 1, **said)
-    script.event(
-        START_SECONDS + 12, "exception", launcher, type="ChildFailedError", message="exitcode : 3 (pid: 201)"
-    )
-    (found,) = [one for one in diagnose(end_run(script, 1).tables()).findings if one.kind in DEATHS]
-    assert (found.kind, found.locus.pid) == ("crashed", cause)
-    assert ("called sys.exit at train.py:7, in check: exit status 3." in found.summary) == (cause == 201)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "named"),
-    [
-        ("ChildFailedError", "exitcode  : 1 (pid: 200)\n exitcode  : 7 (pid: 201)"),
-        ("ProcessExitedException", "process 1 terminated with exit code 7"),
-    ],
-)
-@pytest.mark.parametrize(("message", "cause"), [(LOST_PEER, 201), ("the loss is no number", 200)])
-def test_a_rank_that_ended_without_a_record_is_the_cause_of_a_lost_peer_alone(launcher, named, message, cause):
-    script, key = ranks()
-    script.event(START_SECONDS + 9, "exception", ("node", 200, 8000), 0, type="RuntimeError", message=message)
-    script.event(START_SECONDS + 12, "exception", key, type=launcher, message=named)
-    verdict = diagnose(end_run(script, 1).tables())
-    (found,) = [one for one in verdict.findings if one.kind in DEATHS]
-    assert (found.kind, found.locus.pid) == ("crashed", cause)
-    assert ("Rank 1 (pid 201) ended with exit status 7, without an exception" in found.summary) == (cause == 201)
-    assert verdict.ending.record.reason == ("exit without an exception" if cause == 201 else "uncaught exception")
-
-
 @pytest.mark.parametrize(("exit_status", "severity"), [(-9, "warning"), (-15, "warning"), (-2, "info")])
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_a_launcher_that_is_killed_while_its_training_goes_on_to_the_end(exit_status, severity, is_complete):
