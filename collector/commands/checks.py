@@ -104,7 +104,7 @@ def check_all(home: Path, python: str) -> list[Check]:
     """Run every check on this machine and this home, for trainings that run with `python`."""
     host = HostSampler(os.getpid()).sample()
     return [
-        Check("python", f"{sys.version.split()[0]}, {sys.executable}"),
+        check_python(python),
         *check_hooks(python),
         check_memory_limit(host),
         check_shm(host),
@@ -129,6 +129,12 @@ def checks_table(checks: Iterable[Check]) -> Table:
         else:
             table.add_row(Text("▲ warning", style="yellow"), check.name, f"{check.detail}: {check.remedy}")
     return table
+
+
+def check_python(python: str) -> Check:
+    """Name the Python of Tidegauge, and that of the training if it is another."""
+    detail = f"{sys.version.split()[0]}, {sys.executable}"
+    return Check("python", detail if python == sys.executable else f"{detail}; the training's: {python}")
 
 
 def check_hooks(python: str) -> Iterator[Check]:

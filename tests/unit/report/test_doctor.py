@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_doctor_has_no_remedies_on_a_good_machine(tmp_path):
     text = render(doctor_checks.checks_table(checks))
     assert text.count("ok") >= len(checks)
     assert "none: NVIDIA driver not found" in text
+
+
+def test_doctor_names_the_python_that_the_training_runs_with():
+    assert doctor_checks.check_python(sys.executable).detail.endswith(sys.executable)
+    both = doctor_checks.check_python("/opt/train/bin/python").detail
+    assert sys.executable in both
+    assert both.endswith("the training's: /opt/train/bin/python")
 
 
 def test_doctor_says_how_to_get_py_spy_where_it_is_missing(monkeypatch):
