@@ -45,6 +45,9 @@ _MIN_LATE_RATIO = 0.3
 _PAGE_BYTES = 4096
 #: Faults beyond those that batches take anyway by which chance may raise their sum, in standard deviations.
 _NOISE_SPREADS = 2.0
+#: Least share of the copied memory that was copied after the first reading, if garbage collections before it may
+#: have copied the rest.
+_MIN_LASTING_RATIO = 0.05
 #: Number of garbage collections that copy pages: the first of the middle generation, and the first full one.
 _COLLECTIONS_COUNT = 2
 #: Number of newest workers judged in a slot whose workers are restarted in each epoch.
@@ -173,6 +176,10 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
         for one in (unmatched, missing)
     )
     total = max(since_reading, since_fork)
+    if len(private) > 1 and since_reading < _MIN_LASTING_RATIO * since_fork:  # all before the first reading
+        burst = _burst_bytes(np.insert(missing, 0, 0.0), np.insert(times, 0, -np.inf), fetches)
+    else:
+        burst = _burst_bytes(unmatched, times, fetches)
     warm_ns = floats(fetches, "time_ns")[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
     late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0
@@ -181,7 +188,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
         resident_bytes=float(resident[-1] - (at_fork if since_fork > since_reading else resident[0])),
         inherited_bytes=min(inherited, at_fork) if math.isfinite(inherited) else at_fork,
         late_bytes=max(late, min(total, _late_faults(fetches) * _PAGE_BYTES - heap_growth)),
-        burst_bytes=_burst_bytes(unmatched, times, fetches),
+        burst_bytes=burst,
         begin_ns=float(times[0]),
         end_ns=float(times[-1]),
         n=len(private),
@@ -215,7 +222,7 @@ def _unfaulted_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> F
     return without
 
 
-def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> float:
+def _burst_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> float:
     """Return the copies that garbage collections after the warm-up may have made: faults beyond any other batch's.
 
     They show as the largest rise between two samples, or as that over the time of the batches with the most faults,
@@ -224,7 +231,7 @@ def _burst_bytes(unmatched: Floats, times: Floats, fetches: pd.DataFrame) -> flo
     warm = _warm(fetches)
     if len(warm) <= _COLLECTIONS_COUNT:
         return 0.0
-    faults, ends, rises = floats(warm, "minor_fault_count"), floats(warm, "time_ns"), np.diff(unmatched)
+    faults, ends, rises = floats(warm, "minor_fault_count"), floats(warm, "time_ns"), np.diff(private)
     *others, usual = np.argsort(faults, kind="stable")[::-1][: _COLLECTIONS_COUNT + 1]
     begins = ends - fetch_ns(warm)
     overlaps = [(times[1:] > begins[batch]) & (times[:-1] < ends[batch]) for batch in others]
@@ -275,7 +282,7 @@ def _judge(
     }
     words = {
         "loader": loader,
-        "workers": workers,
+        "workers": "One worker" if workers == 1 else f"{workers} workers",
         "per_worker": size(total / len(copying)),
         "copied": size(total),
         "plateau": size(plateau),

@@ -146,7 +146,7 @@ WORKER_HEAP_OF_AN_EPOCH = replace(
 COPIED_PAGES = Resource(
     leak="copy-on-read-growth",
     grows="The forked workers of loader {loader} copy their parent's Python objects by reading them: {per_worker} "
-    "per worker so far. Their resident size does not show it. {workers} workers can reach {plateau}.",
+    "per worker so far. Their resident size does not show it. {workers} can reach {plateau}.",
     leak_advice=(
         Advice(
             text="Hold the dataset's index in tensors or numpy arrays instead of lists and dicts of Python "

@@ -15,9 +15,11 @@ from simulated_runs import (
     MAIN,
     MIB,
     ns,
+    sample_process,
 )
 
 from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN
 
 
 def test_copy_on_read_is_found_with_its_limit():
@@ -68,15 +70,19 @@ def test_pages_that_become_private_after_the_last_batch_are_no_copies():
     assert kinds(script) == []
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(1e-9, []), (15, ["copy-on-read-growth"])])
-def test_pages_touched_by_garbage_collections_are_no_growth(seconds, expected):
+@pytest.mark.parametrize("first_reading", [0, 45])
+@pytest.mark.parametrize(("seconds", "expected"), [(1e-9, []), (14, ["copy-on-read-growth"])])
+def test_pages_touched_by_garbage_collections_are_no_growth(seconds, expected, first_reading):
     """The first collection of the middle generation touches some objects, the first full one all."""
 
     def copied(at):
         middle, full = (np.clip((at - SECONDS[begin] + 0.01) / seconds, 0, 1) for begin in (20, 30))
         return 30.0 * middle + 60.0 * full
 
-    script = memory(training(), workers_private=copied(SECONDS - 0.5))  # its batch is over before it is read
+    held = copied(SECONDS - 0.5)  # its batch is over before it is read
+    held[:first_reading] = np.nan
+    script = memory(training(), workers_private=held)
+    sample_process(script, SECONDS[:1] - 1, MAIN, ROLE_MAIN, private=[300 * MIB], rss=[500 * MIB])  # at the fork
     for fetches in script.parts["fetch"]:
         fetches["minor_fault_count"] = np.diff(copied(fetches["time_ns"] / 1e9), prepend=0.0) * MIB // 4096
     assert kinds(script) == expected
