@@ -135,6 +135,25 @@ def test_message_of_sys_exit_is_recorded_with_its_line(run_attached, tmp_path):
     assert event["handled"].startswith("FileNotFoundError: [Errno 2]")
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_exception_of_a_training_in_a_child_process_is_recorded_with_its_line(run_attached, tmp_path, method):
+    """multiprocessing prints it without calling sys.excepthook; a script may go on without the child."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, torch\nfrom torch.utils.data import DataLoader\n"
+        "def train(number):\n    for batch in DataLoader(torch.ones(8, 1)):\n        pass\n    1 / number\n"
+        "if __name__ == '__main__':\n    context = multiprocessing.get_context('" + method + "')\n"
+        "    for number in (0, 1):\n        child = context.Process(target=train, args=(number,))\n"
+        "        child.start()\n        child.join()\n"
+    )
+    run = run_attached(script)
+    assert run.done.returncode == 0
+    assert "ZeroDivisionError: division by zero" in run.done.stderr
+    [event] = map(json.loads, run.events("exception").body)
+    assert (event["type"], event["site"]) == ("ZeroDivisionError", f"{script}:6, in train")
+    assert len(run.events("process-exit")) == 2
+
+
 def test_group_of_exceptions_is_recorded_with_its_first_cause(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -36,7 +36,7 @@ def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
     if multiprocessing.parent_process() is None:
         atexit.register(farewell, current)
     else:  # a child of multiprocessing leaves through os._exit, after its finalizers
-        multiprocessing.util.Finalize(None, farewell, (current,), exitpriority=0)
+        multiprocessing.util.Finalize(None, _farewell_of_child, (current,), exitpriority=0)
 
 
 def _find_rank(current: session.Session) -> None:
@@ -48,6 +48,14 @@ def _find_rank(current: session.Session) -> None:
                 current.become_rank(distributed.get_rank(), distributed.get_world_size())
         except Exception:
             pass
+
+
+def _farewell_of_child(begun: session.Session) -> None:
+    """Record the end of a child of multiprocessing, which prints its exception without calling sys.excepthook."""
+    error = sys.exc_info()[1]
+    if error is not None and session.active is begun:
+        session.record_exception(type(error), error, error.__traceback__)
+    farewell(begun)
 
 
 def farewell(begun: session.Session | None, *, detached: bool = False) -> None:
