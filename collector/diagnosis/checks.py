@@ -25,7 +25,11 @@ _OF_PROCESS: dict[tuple[str, str | None], str] = {
     ("host-oom-kill", "worker"): "workers' memory",
 }
 #: Evidence of a crash for lack of a resource -> the check that fails by it.
-_OF_CRASH = {"fd_limit_count": "open files", "shm_used_peak_bytes": "/dev/shm"}
+_OF_CRASH = {
+    "fd_limit_count": "open files",
+    "shm_used_peak_bytes": "/dev/shm",
+    "longest_fetch_seconds": "data loading",  # DataLoader timed out
+}
 #: Checks that read what the hooks record.
 _OF_HOOKS = ("workers' memory", "data loading", "pauses of the training")
 _LEAST_READINGS = 2
@@ -66,9 +70,12 @@ def _failed_by(finding: Finding) -> set[str | None]:
 
 
 def _end(tables: RunTables) -> str:
-    status = lifecycle_of(tables).status()
+    life = lifecycle_of(tables)
+    status = life.status()
     if status == "running":
         return "it goes on"
+    if life.watched:
+        return "watched from outside"
     return "" if status == "finished" else "its records do not show why"
 
 

@@ -416,6 +416,8 @@ def _is_plain(
 ) -> bool:
     """Return whether a silence of `budgets` times the budget is a hang, not merely a long phase."""
     is_worker = culprit.locus.role == "worker"
+    if culprit.is_alone and culprit.is_stuck and life.tables.events_of("thread-exception", by=culprit.key):
+        return True  # it waits for a thread that an exception has ended
     if culprit.is_in_long_phase or budgets < 1 or (culprit.is_busy and not is_worker):
         return False
     is_at_work = culprit.is_busy or helpers_compute(series)

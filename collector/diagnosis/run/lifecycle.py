@@ -153,8 +153,11 @@ class Lifecycle:
         return error is not None and error.get("type") != "MemoryError" and signal_raised(error) is None
 
     def may_train(self, key: ProcessKey) -> bool:
-        """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not."""
-        return key in self.with_torch or key in self.watched or key == self.command
+        """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not.
+
+        Where no process has torch, any of them may do the work.
+        """
+        return key in self.with_torch or key in self.watched or key == self.command or not self.with_torch
 
     def name(self, key: ProcessKey) -> str:
         """Return a name for a process, for use in the middle of a sentence."""
@@ -436,13 +439,17 @@ class Lifecycle:
 
     @property
     def _last_signs_ns(self) -> list[float]:
-        """The times of the last step, the last batch, and the ends that the training processes recorded."""
-        records = (written(self.tables, name, key) for name in ITERATIONS for key in self.mains)
-        ends = (
-            event for event in self.tables.events_of("process-exit", "exception") if writer_of(event) in self.mains
-        )
+        """The times of the last step, batch and end that training processes recorded which the command left."""
+        left = {
+            (event["host"], process["pid"])
+            for event in self.tables.events_of("left-running")
+            for process in event["processes"]
+        }
+        mains = [key for key in self.mains if key[:2] in left]
+        records = (written(self.tables, name, key) for name in ITERATIONS for key in mains)
         times = (floats(rows, "time_ns").max(initial=0.0) for rows in records)
-        return [0.0, *times, *(float(event["time_ns"]) for event in ends)]
+        ends = self.tables.events_of("process-exit", "exception")
+        return [0.0, *times, *(float(event["time_ns"]) for event in ends if writer_of(event) in mains)]
 
 
 @once

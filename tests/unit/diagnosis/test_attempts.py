@@ -69,8 +69,8 @@ def test_watched_process_that_exited_is_finished():
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
     reasons = {check.name: check.reason for check in verdict.checks}
-    names = ("workers' memory", "data loading", "pauses of the training")
-    assert [reasons[name] for name in names] == ["watched from outside"] * 3
+    names = ("how the run ended", "workers' memory", "data loading", "pauses of the training")
+    assert [reasons[name] for name in names] == ["watched from outside"] * 4
 
 
 def test_oom_kill_of_a_watched_process_is_critical():

@@ -91,6 +91,15 @@ def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, p
     assert ("no other Python thread" in finding.summary) == (not ended and call != "Thread.join")
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_queue_whose_thread_has_ended_by_an_exception_hangs_whatever_pauses_there_were(ended):
+    frames = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["main", "/home/me/train.py", 33]]
+    script = stacks(training(), process(MAIN, frames, LOCK), budgets=0.7)
+    if ended:
+        script.event(START_SECONDS + 9, "thread-exception", MAIN, thread="feeder", type="OSError", message="gone")
+    assert only(script).severity == ("critical" if ended else "info")
+
+
 def with_thread(script, name, frames, waits=LOCK):
     for event in script.events:
         if event["kind"] == "stacks":

@@ -61,14 +61,21 @@ def test_leak_of_a_process_whose_own_limit_is_met_comes_first():
     assert found.value_of("last_rss_bytes") > 700 * MIB
 
 
-def test_a_crash_for_lack_of_files_leaves_no_check_of_open_files_that_is_fine():
-    script = exception(training(), "OSError", "[Errno 24] Too many open files: 'a.jpg'")
+@pytest.mark.parametrize(
+    ("message", "check"),
+    [
+        ("[Errno 24] Too many open files: 'a.jpg'", "open files"),
+        ("DataLoader timed out after 5 seconds", "data loading"),
+    ],
+)
+def test_a_crash_leaves_no_check_of_its_cause_that_is_fine(message, check):
+    script = exception(training(), "RuntimeError", message)
     seconds, files = [START_SECONDS + second / 2 for second in range(13)], {"fd_count": [99] * 13}
     sample_process(
         script, seconds, MAIN, ROLE_MAIN, private=[MIB] * 13, rss=[MIB] * 13, fd_limit_count=[100] * 13, **files
     )
     verdict = diagnose(end_run(end_training(end_workers(script)), 1).tables())
-    assert {check.name: check.status for check in verdict.checks}["open files"] == "finding"
+    assert {one.name: one.status for one in verdict.checks}[check] == "finding"
 
 
 def test_leak_of_the_worker_whose_own_limit_is_met_comes_first():

@@ -67,6 +67,17 @@ def test_leak_without_iterations_is_found_with_less_confidence():
     assert found.rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
+@pytest.mark.parametrize(("has_torch", "severity"), [(False, "warning"), (True, "info")])
+def test_leak_of_a_child_is_a_warning_where_no_process_has_torch(has_torch, severity):
+    """Next to a process with torch, a child without it is a helper."""
+    script = program(np.zeros(180), watched=True)
+    held = (200 + RAMP) * MIB
+    sample_process(script, SECONDS, ("node", 300, 6000), ROLE_OTHER, private=held, rss=held)
+    note_program(script, "train.py", has_torch=has_torch, obstacle=None)
+    (found,) = leaks(script)
+    assert (found.severity, found.locus.pid) == (severity, 300)
+
+
 def test_memory_released_at_the_end_hides_no_leak():
     grown = RAMP.copy()
     grown[-3:] = [900, 300, 0]
@@ -283,6 +294,8 @@ def test_a_training_in_the_background_lasts_beyond_the_end_of_its_command():
     script = simulate(workers=0, prefetch=0, service=jittered(0.1), consumer=jittered(0.1), batches=50)
     script.manifest["command"]["pid"] = 99
     script.event(START_SECONDS + 1, "command-exit", COLLECTOR, command_pid=99, exit_status=0)
+    left = [{"pid": MAIN[1], "start_ticks": MAIN[2], "argv": ["python", "train.py"], "is_python": True}]
+    script.event(START_SECONDS + 2, "left-running", COLLECTOR, processes=left)
     script.event(START_SECONDS + 60, "process-exit", lost_count=0)
     verdict = diagnose(script.tables())
     assert (verdict.status, verdict.duration_seconds) == ("finished", 60)
