@@ -39,8 +39,9 @@ _CONFIDENCE = 0.99
 _ADVICE = {
     "checkpoint": "Look for what each checkpoint leaves behind: copies of the state that stay referenced, a list "
     "of saved states, a background writer that never ends",
-    "evaluation": "Look for what each evaluation leaves behind: outputs or losses kept with their graph (use "
-    "torch.no_grad() and .item()), metrics without a reset, a new DataLoader with persistent workers",
+    "evaluation": "Look for what each evaluation leaves behind: a list of outputs that is never emptied, losses "
+    "kept with their graph (use torch.no_grad() and .item()), metrics without a reset, a new DataLoader with "
+    "persistent workers",
     "start of an epoch": "Look for what each epoch leaves behind: histories of outputs, an iterator, a "
     "DataLoader or a model that is made again and kept, callbacks that are added again",
 }
@@ -229,8 +230,8 @@ def _occasions(tables: RunTables, key: ProcessKey) -> Iterator[Occasions]:
 def _passes(batches: pd.DataFrame, steps_ns: Floats) -> pd.DataFrame:
     """Return each pass over a loader: its begin, its end and its steps.
 
-    The work on the last batch ends with a step. In a pass without steps it takes as long as the longest before, or
-    until any other batch is asked for.
+    The work on the last batch ends with a step. In a pass without steps it may include metrics, and ends when any
+    other batch is asked for or a step ends. After the last step it takes as long as the longest before.
     """
     times = floats(batches, "time_ns")
     begun = times - np.nan_to_num(floats(batches, "wait_ns"))
@@ -242,11 +243,9 @@ def _passes(batches: pd.DataFrame, steps_ns: Floats) -> pd.DataFrame:
     last_ns = floats(passes, "end_ns")
     next_ns = np.append(begun, np.inf)[np.searchsorted(times, last_ns, side="right")]
     first, last = (np.searchsorted(steps_ns, edge, side="right") for edge in (passes["begin_ns"], next_ns))
-    ends = np.where(
-        last > first,
-        np.maximum(steps_ns[last - 1], last_ns),
-        np.minimum(last_ns + floats(passes, "longest_ns"), next_ns),
-    )
+    next_step_ns = np.append(steps_ns, np.inf)[np.searchsorted(steps_ns, last_ns, side="right")]
+    idle_ns = np.where(np.isfinite(next_step_ns), next_step_ns, last_ns + floats(passes, "longest_ns"))
+    ends = np.where(last > first, np.maximum(steps_ns[last - 1], last_ns), np.minimum(idle_ns, next_ns))
     return passes.assign(steps=last - first, end_ns=ends)
 
 

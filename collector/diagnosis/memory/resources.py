@@ -122,7 +122,8 @@ WORKER_HEAP = Resource(
     grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.{most}",
     unconfirmed=_READ_TOO_SELDOM,
     leak_advice=advise(
-        text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without bound)",
+        text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without bound), "
+        "and for a reader or connection that is opened for each sample and stays open",
         expected="the growth of {slope}/s stops",
     ),
 )

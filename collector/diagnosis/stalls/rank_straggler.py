@@ -104,9 +104,16 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     all_steps = _common_steps(tables, "device_time") or hosts
     if not all_steps:
         return []
-    found = (_straggler(tables, all_steps, hosts, met) for met in _MEETINGS)
+    # The forward pass of a rank without batches of its own includes its wait for those that another one broadcasts.
+    meetings = [met for met in _MEETINGS if "forward" not in met or _load_alike(hosts)]
+    found = (_straggler(tables, all_steps, hosts, met) for met in meetings)
     first = next((finding for finding in found if finding is not None), None)
     return [] if first is None else [first]
+
+
+def _load_alike(hosts: dict[ProcessKey, pd.DataFrame]) -> bool:
+    """Return whether all ranks took batches from a loader in these steps, or none did."""
+    return len({bool(np.nansum(floats(rows, "batches_count"))) for rows in hosts.values()}) <= 1
 
 
 def _straggler(

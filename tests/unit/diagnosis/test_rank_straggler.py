@@ -97,6 +97,17 @@ def test_ranks_that_gather_weights_wait_in_their_forward_pass():
     assert found.value_of("others_forward_and_backward_excess_seconds") == pytest.approx(0.030, rel=0.1)
 
 
+def test_ranks_that_get_their_batches_from_another_one_do_not_wait_for_it_to_gather_weights():
+    """Rank 1 loads for both and broadcasts, which is "other" there and a part of rank 0's forward pass."""
+    script = ranks(late=0.030, column="other_ns", waits=False)
+    script.parts["step"] = [
+        rows.assign(batches_count=[0, 2][rank], **({} if rank else {"forward_ns": rows["forward_ns"] + ns(0.030)}))
+        for rank, rows in enumerate(script.parts["step"])
+    ]
+    script.parts["step"][0]["duration_ns"] += ns(0.030)
+    assert find_rank_straggler(script.tables()) == []
+
+
 def test_straggler_on_gpus_is_found_from_device_and_host_times():
     script = ranks(late=0.030, column="data_wait_ns")
     for part in script.parts["step"]:
