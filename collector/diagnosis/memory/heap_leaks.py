@@ -26,6 +26,7 @@ from collector.diagnosis.memory.leak import (
     Use,
     bounded_finding,
     filling_of,
+    freed_bytes,
     growth_of,
     leak_finding,
     loading_finding,
@@ -140,7 +141,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
     if len(rows) < MIN_POINTS:
         return None
     life, times = lifecycle_of(tables), seconds(rows)
-    kept, freed = optimizer_bytes(tables, key, times), _free(tables, key, times)
+    kept, freed = optimizer_bytes(tables, key, times), freed_bytes(tables, key, rows)
     free = freed + kept
     use = _use_of(tables, life.locus(key), rows, free, key)
     negligible = negligible_bytes(anonymous_bytes(rows))
@@ -280,17 +281,6 @@ def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
     return result
 
 
-def _free(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
-    """Return the freed memory that the process's allocator keeps at each time; 0 where it was not recorded.
-
-    Holes in the heap get more for a long time after a buffer of varying sizes is full. They are no leak.
-    """
-    heap = written(tables, "heap", key)
-    if heap.empty:
-        return np.zeros(len(times_seconds))
-    return np.interp(times_seconds, seconds(heap), floats(heap, "free_bytes"))
-
-
 def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
     """Return times (seconds) and resident bytes of forked workers when first seen.
 
@@ -330,12 +320,12 @@ def _note_worker(
         return
     rows = since_ready(tables, key, rows)
     # Private memory is read seldom, so readings after the training count too.
-    private = seconds(rows), private_bytes(rows) - _free(tables, key, seconds(rows))
+    private = seconds(rows), private_bytes(rows) - freed_bytes(tables, key, rows)
     rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
     ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
         return
-    use = _use_of(tables, locus, rows, _free(tables, key, seconds(rows)))
+    use = _use_of(tables, locus, rows, freed_bytes(tables, key, rows))
     workers, levels = loaders[replace(locus, pid=None, worker=None)], finite(use.values)
     workers.rises[number].append(float(np.ptp(levels)) if len(levels) else 0.0)
     if use.lasts_to_end:

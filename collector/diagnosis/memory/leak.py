@@ -20,10 +20,21 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from collector.diagnosis.memory.occasions import RiseAtOccasions, occasions_of, rise_at_occasions
 from collector.diagnosis.memory.resources import HEAP_BEFORE_ITERATIONS, Resource
-from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, floats, origin_ns, seconds, window_text, written
+from collector.diagnosis.run.columns import (
+    MIB,
+    SECOND_NS,
+    anonymous_bytes,
+    finite,
+    floats,
+    origin_ns,
+    seconds,
+    window_text,
+    written,
+)
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import iterations_within, step_at, step_numbers, training_end_ns
@@ -296,6 +307,28 @@ def negligible_bytes(values: Floats) -> float:
     """Return the rise of this series below which it is of no interest."""
     known = finite(values)
     return max(NEGLIGIBLE_BYTES, _NEGLIGIBLE_RATIO * float(np.median(known))) if len(known) else NEGLIGIBLE_BYTES
+
+
+def freed_bytes(tables: RunTables, key: ProcessKey, rows: pd.DataFrame) -> Floats:
+    """Return the freed memory that the process's allocator keeps at each of its samples; 0 where not recorded.
+
+    Holes in the heap get more for a long time after a buffer of varying sizes is full. They are no leak. A heap
+    with many holes is read seldom: after the last reading they have the share of the growth that they had before.
+    """
+    heap, times, resident = written(tables, "heap", key), seconds(rows), anonymous_bytes(rows)
+    if heap.empty:
+        return np.zeros(len(times))
+    at, is_known = seconds(heap), np.isfinite(resident)
+    freed = np.interp(times, at, floats(heap, "free_bytes"))
+    if not is_known.any() or times[-1] <= at[-1]:
+        return freed
+    around = np.array([2 * at[-1] - times[-1], at[-1]])
+    before, last = np.interp(around, times[is_known], resident[is_known])
+    rise = float(np.diff(np.interp(around, at, floats(heap, "free_bytes")))[0])
+    ratio = min(max(rise / (last - before), 0.0), 1.0) if last > before else 0.0
+    since = np.where(times > at[-1], np.nan_to_num(np.maximum(0.0, resident - last)), 0.0)
+    grown: Floats = freed + ratio * since
+    return grown
 
 
 def optimizer_bytes(tables: RunTables, key: ProcessKey, times: Floats, device: int | None = None) -> Floats:

@@ -449,6 +449,13 @@ def test_a_risk_of_freed_memory_that_stays_says_so_and_how_to_get_it_back():
     assert all(finding.value_of("freed_rise_bytes") is None for finding in findings_of(leak))
 
 
+def test_freed_memory_goes_on_growing_after_the_last_reading_of_a_heap_with_many_holes():
+    script = memory(training(), main=1200 * RAMP, free=1100 * RAMP, total=10**14)
+    script.parts["heap"] = [rows[rows["time_ns"] < ns(SECONDS[40])] for rows in script.parts["heap"]]
+    (leak,) = findings_of(script)
+    assert leak.rate.value * (SECONDS[-1] - SECONDS[0]) == pytest.approx(100 * MIB, rel=0.2)
+
+
 def test_full_host_is_a_risk_without_growth():
     script = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
     risk = findings_of(script)
