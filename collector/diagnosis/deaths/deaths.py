@@ -6,9 +6,9 @@ after which the launcher (torchrun) restarted all ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from signal import (
     SIGABRT,
     SIGBUS,
@@ -32,7 +32,8 @@ from collector.diagnosis.deaths.cuda_errors import ended_by_cuda_oom
 from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
-from collector.diagnosis.deaths.known_errors import cause_of, is_of_collective
+from collector.diagnosis.deaths.known_errors import cause_of
+from collector.diagnosis.deaths.lost_ranks import first_to_leave, is_final, launches_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.loading.loaders import has_batches_left
@@ -41,7 +42,6 @@ from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.diagnosis.run.training import iterations_within
 from collector.findings import Evidence, Finding, Locus, extended, fact
 from collector.store import ProcessKey
 from collector.units import counted
@@ -213,7 +213,7 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     if victims and len(life.mains) > 1:
         causes = []  # a rank that lost its peer raises too
     explained = ended_by_cuda_oom(life.tables)
-    launches = _launches(life, causes)
+    launches = launches_of(life, causes)
     left = [finding for _, event in launches[-1:] if not explained for finding in _left_before(life, event)]
     findings = left or [_crash(life, key) for key, _ in launches[-1:] if key not in explained]
     findings += _survived_exceptions(life, dict(launches[:-1]))
@@ -223,44 +223,16 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     return findings
 
 
-def _launches(
-    life: Lifecycle, causes: Sequence[tuple[ProcessKey, Mapping[str, Any]]]
-) -> list[tuple[ProcessKey, Mapping[str, Any]]]:
-    """Return the first exception of each launch, which starts its processes when the one before has failed."""
-    firsts: list[tuple[ProcessKey, Mapping[str, Any]]] = []
-    for key, event in causes:
-        if not firsts or _start_ns(life, key) > firsts[-1][1]["time_ns"]:
-            firsts.append((key, event))
-    return firsts
-
-
 def _left_before(life: Lifecycle, exception: Mapping[str, Any]) -> list[Finding]:
-    """Return the finding on a training process that ended itself before another one, which lost it, raised.
-
-    `sys.exit` is recorded with its time. A process that ends by os._exit records nothing, but its launcher names
-    the status; it counts if what was raised is an error of a collective, or of the launcher.
-    """
-    raiser, raised_ns = writer_of(exception), exception["time_ns"]
-    peers = {key for key in life.mains if key not in (raiser, *life.exceptions)}
-    exits = [
-        event
-        for event in life.exit_messages
-        if writer_of(event) in peers
-        and _start_ns(life, raiser) < event["time_ns"] < raised_ns
-        and _is_final(life, event)
-    ]
-    if exits:
-        return [_exit(life, exits[0])]
-    is_lost = raiser not in life.mains or is_of_collective(exception)
-    codes = life.exit_codes_by_launcher if is_lost else {}
-    silent = [key for key in life.mains if key in peers and key not in life.recorded_exits]
-    return [_exit_without_handlers(life, key, code) for key in silent if (code := codes.get(key[1], 0)) > 0][:1]
-
-
-def _start_ns(life: Lifecycle, key: ProcessKey) -> float:
-    """Return the time of the first record of a process."""
-    starts = life.tables.events_of("process-attached", "process-start", by=key)
-    return min((float(event["time_ns"]) for event in starts), default=0.0)
+    """Return the finding on a training process that ended before another one, which lost it, raised."""
+    first = first_to_leave(life, exception)
+    if first is None:
+        return []
+    if first.exit is not None:
+        return [_exit(life, first.exit)]
+    if first.status is not None:
+        return [_exit_without_handlers(life, first.key, first.status)]
+    return [_kill(life, main_victim(life, first.key, None), catalogue.KILLED)]
 
 
 def _exit_without_handlers(life: Lifecycle, key: ProcessKey, code: int) -> Finding:
@@ -318,14 +290,9 @@ def _survived_exits(life: Lifecycle) -> list[Finding]:
     exits: dict[str, tuple[ProcessKey, Mapping[str, Any]]] = {}
     others = {life.command, *life.exceptions, *ended_by_cuda_oom(life.tables)}
     for event in life.exit_messages:
-        if (key := writer_of(event)) in life.mains and key not in others and _is_final(life, event):
+        if (key := writer_of(event)) in life.mains and key not in others and is_final(life, event):
             exits.setdefault(str(event.get("site")), (key, event))
     return [_exit(life, event, main_victim(life, key, None).went_on) for key, event in exits.values()]
-
-
-def _is_final(life: Lifecycle, event: Mapping[str, Any]) -> bool:
-    """Return whether a training did not go on after a call of `sys.exit`, as one does that catches it."""
-    return iterations_within(life.tables, writer_of(event), event["time_ns"], math.inf) == 0
 
 
 def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Finding:
@@ -361,11 +328,35 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     )
     finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
     cause = cause_of(life.tables, error.process, worker, event, error.headline)
+    if cause is None and event.get("type") in _REPORTS_OF_A_CHILD:
+        return _with_child(life, finding, key, event)
     if cause is None:
         return finding
     if cause.sentence:
         finding = replace(finding, summary=f"{finding.summary.rstrip('.')}.")
     return extended(finding, cause.sentence, *cause.evidence, advice=cause.advice, fault=cause.fault)
+
+
+def _with_child(life: Lifecycle, finding: Finding, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
+    """Return the finding on a process that reports the failure of a child, with the exception of that child."""
+    attached = life.tables.events_of("process-attached")
+    children = {writer_of(each) for each in attached if (key[0], each.get("parent_pid")) == key[:2]}
+    ended = [
+        one for child, one in life.exceptions.items() if child in children and one["time_ns"] < event["time_ns"]
+    ]
+    if not ended or life.raiser(key) != key:
+        return finding
+    last = max(ended, key=itemgetter("time_ns"))
+    child, error = writer_of(last), exception_of(life, writer_of(last))
+    headline = shorten(error.headline, _QUOTED_CHARACTERS, placeholder=" …").rstrip(".")
+    advice = replace(
+        catalogue.EXCEPTION.advice[0], text=catalogue.EXCEPTION.advice[0].text.format(host=child[0], pid=child[1])
+    )
+    return extended(
+        replace(finding, summary=f"{finding.summary.rstrip('.')}."),
+        f"{sentence(life.name(child))} had ended{error.site} with {headline}.",
+        advice=(advice,),
+    )
 
 
 def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Finding:

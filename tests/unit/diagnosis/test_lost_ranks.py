@@ -57,3 +57,28 @@ def test_a_rank_that_ended_without_a_record_is_the_cause_where_another_one_lost_
     assert (found.kind, found.locus.rank) == ("crashed", cause)
     assert ("Rank 1 (pid 201) ended with exit status 7, without an exception" in found.summary) == (cause == 1)
     assert reason == ("exit without an exception" if cause == 1 else "uncaught exception")
+
+
+@pytest.mark.parametrize(("message", "named", "cause"), [(LOST_PEER, 300, 1), (LOST_PEER, 200, 0), ("NaN", 300, 0)])
+def test_the_only_rank_without_a_record_of_its_end_is_the_one_that_another_lost(message, named, cause):
+    """The launcher started the ranks again, and names one of the new ones, which failed before it trained."""
+    script = ranks().event(START_SECONDS + 9, "exception", RANKS[0], 0, type="RuntimeError", message=message)
+    failed = {"type": "ChildFailedError", "message": f"exitcode : 1 (pid: {named})"}
+    found, _ = death(script.event(START_SECONDS + 20, "exception", LAUNCHER, **failed))
+    assert (found.kind, found.locus.rank) == (("killed", 1) if cause else ("crashed", 0))
+
+
+@pytest.mark.parametrize("parent", [RANKS[0][1], 77])
+def test_a_training_that_reports_the_failure_of_a_child_names_the_exception_of_the_child(parent):
+    script, child = ranks(), ("node", 300, 9000)
+    script.event(START_SECONDS + 3, "process-attached", child, argv=["python", "evaluate.py"], parent_pid=parent)
+    raised = {"type": "KeyError", "message": "'bleu'", "site": "/home/me/evaluate.py:3, in main"}
+    script.event(START_SECONDS + 8, "exception", child, **raised)
+    failed = {"type": "CalledProcessError", "message": "Command 'python evaluate.py' returned exit status 1."}
+    found, _ = death(script.event(START_SECONDS + 9, "exception", RANKS[0], 0, **failed))
+    is_child = parent == RANKS[0][1]
+    words = (
+        "exit status 1. Process 300 (python evaluate.py) had ended at evaluate.py:3, in main with KeyError: 'bleu'."
+    )
+    assert found.summary.endswith(words) == is_child
+    assert ("events/node.300.jsonl" in found.advice[0].text) == is_child
