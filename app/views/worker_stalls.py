@@ -161,7 +161,7 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
         yield Note(f"No prediction for other settings: {outlook}. {command} measures them.")
         return
     crowded = [f for f in moment.findings if f.limited_by == "oversubscribed" and f.fault == "this machine"]
-    first = "Free the cores first: other settings gain little until then." if crowded else ""
+    first = "Free the cores first: until then other processes decide what these settings gain." if crowded else ""
     of, revision = _rank(recent_loop), moment.run_id
     yield Widget(
         draw=partial(what_if, outlook=outlook, theme=moment.theme, of=of, revision=revision, first=first),

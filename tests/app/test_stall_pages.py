@@ -156,7 +156,7 @@ def test_a_table_on_a_phone_breaks_between_words_and_not_before_a_unit(text, par
 def test_a_setting_is_not_recommended_while_other_programs_use_the_cores(monkeypatch, tmp_path):
     unpack("oversubscribed", tmp_path)
     said = texts(open_view(monkeypatch, tmp_path, "worker_stalls"))
-    assert "Free the cores first: other settings gain little until then." in said
+    assert "Free the cores first: until then other processes decide what these settings gain." in said
     assert "recommended" not in said
 
 
