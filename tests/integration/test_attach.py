@@ -154,6 +154,26 @@ def test_the_exception_of_a_training_in_a_child_process_is_recorded_with_its_lin
     assert len(run.events("process-exit")) == 2
 
 
+def test_child_that_inherits_an_exception_or_raises_one_without_words_ends_as_without_tidegauge(
+    run_attached, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, torch\nfrom torch.utils.data import DataLoader\n"
+        "class Wordless(Exception):\n    def __str__(self):\n        return self.missing\n"
+        "def train(error):\n    for batch in DataLoader(torch.ones(8, 1)):\n        pass\n"
+        "    if error:\n        raise error\n"
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    for error in (None, Wordless()):\n"
+        "        child = multiprocessing.get_context('fork').Process(target=train, args=(error,))\n"
+        "        child.start()\n        child.join()\n        print(child.exitcode)\n"
+    )
+    run = run_attached(script)
+    assert run.done.stdout.split() == ["0", "1"]
+    assert "training_harness" not in run.done.stderr
+    assert run.events("exception").empty
+    assert len(run.events("process-exit")) == 2
+
+
 def test_group_of_exceptions_is_recorded_with_its_first_cause(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

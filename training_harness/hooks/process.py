@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
@@ -50,11 +51,24 @@ def _find_rank(current: session.Session) -> None:
             pass
 
 
-def _farewell_of_child(begun: session.Session) -> None:
-    """Record the end of a child of multiprocessing, which prints its exception without calling sys.excepthook."""
+def error_of_child() -> BaseException | None:
+    """Return the exception that ends this child of multiprocessing, which prints it without calling sys.excepthook.
+
+    It is known while the finalizers run. A forked child also inherits an exception that its parent handles.
+    """
     error = sys.exc_info()[1]
-    if error is not None and session.active is begun:
-        session.record_exception(type(error), error, error.__traceback__)
+    trace = error.__traceback__ if error is not None else None
+    bootstrap = multiprocessing.process.BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+    return error if trace is not None and trace.tb_frame.f_code is bootstrap else None
+
+
+def _farewell_of_child(begun: session.Session) -> None:
+    try:
+        error = error_of_child()
+        if error is not None and session.active is begun:
+            session.record_exception(type(error), error, error.__traceback__)
+    except Exception:  # of a message that cannot be read, say
+        pass
     farewell(begun)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks.on_request.snapshots import save_allocator
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.process import is_worker
+from training_harness.hooks.process import error_of_child, is_worker
 from training_harness.hooks.training.devices import number_in_run
 from training_harness.hooks.training.loaded_states import LoadedStates
 from training_harness.hooks.training.step_phases import Progress
@@ -61,7 +61,7 @@ class OomHook(Hook):
             return
         self.replace(sys, "excepthook", self._excepthook)
         self.replace(threading, "excepthook", self._thread_excepthook)
-        multiprocessing.util.Finalize(None, self._guarded_report, exitpriority=1)
+        multiprocessing.util.Finalize(None, lambda: self._report_uncaught(error_of_child()), exitpriority=1)
         for name, start in (("cuda_oom_observer", self._observe), ("memory_history", self._record_history)):
             Hook(name).attempt(start)
 
@@ -161,12 +161,16 @@ class OomHook(Hook):
 
     def _excepthook(self, previous: Any) -> Any:
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            cause = self.attempt(_out_of_memory_behind, error)
-            # Without one, another error ended the training, perhaps a consequence of the one that it caught.
-            self._guarded_report(caught=None if cause is None else False, error=cause)
+            self._report_uncaught(error)
             previous(kind, error, trace)
 
         return excepthook
+
+    def _report_uncaught(self, error: BaseException | None) -> None:
+        """Report an out-of-memory error behind the exception that ends this process, if there is one."""
+        cause = self.attempt(_out_of_memory_behind, error)
+        # Without one, another error ended the training, perhaps a consequence of the one that it caught.
+        self._guarded_report(caught=None if cause is None else False, error=cause)
 
     def _thread_excepthook(self, previous: Any) -> Any:
         def excepthook(args: threading.ExceptHookArgs) -> None:
