@@ -1,6 +1,7 @@
 """Colours with a fixed meaning, in a light and a dark theme.
 
-The hues are those of Okabe and Ito, darkened on white until each has a contrast of 3:1 or more.
+The hues are those of Okabe and Ito, and a violet; on white they are darker, so that each has a contrast of 3:1 or
+more.
 A colour never carries a meaning alone: dashes, labels or words repeat it.
 """
 
@@ -15,9 +16,9 @@ class Theme:
 
     Attributes:
         text: words, limits, and what belongs to a whole machine.
-        quiet: what matters least, such as idle time.
+        quiet: the rest, such as idle time, or memory outside PyTorch.
         main: the training process, and its work.
-        worker: DataLoader workers, and their work.
+        worker: DataLoader workers, and the making of batches.
         other: all other processes.
         lost: what is lost, such as time spent waiting, or memory in fragments.
         allocated, reserved: memory of PyTorch's allocator on a device.

@@ -83,7 +83,8 @@ def against_limit(
     for label, lines in usage.items():
         if lines.points.empty:
             continue
-        colour = theme.quiet if label == "anonymous" else theme.text
+        includes_cache = label == "used" and "anonymous" in usage
+        colour = theme.quiet if includes_cache else theme.text
         for part, points in lines.points.groupby("series"):
             name_of_line = f"{label}, {part!s}" if part else label
             figure.add_trace(sample_line(name_of_line, points, colour, unit, scale=scale, showlegend=True))

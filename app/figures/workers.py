@@ -45,7 +45,7 @@ _CAUSES = {
     "blocked_ms": ("blocked", "lost", "."),
 }
 #: count of the loader's queue -> (attribute of the theme, dash)
-_QUEUE = {"outstanding": ("quiet", "dot"), "ready": ("worker", "solid"), "parked": ("text", "dash")}
+_QUEUE = {"outstanding": ("quiet", "dot"), "ready": ("worker", "solid"), "parked": ("worker", "dash")}
 #: Name of the training's lane.
 _LOOP = "training"
 #: Window in milliseconds from which the axis of lanes is in seconds.
@@ -57,7 +57,7 @@ _BARS = {
     "getitem": ("__getitem__", "worker", "", 0.6, -0.4),
     "collate": ("collate", "worker", ".", 0.6, -0.4),
     "idle": ("worker idle", "quiet", "/", 0.6, -0.4),
-    "parked": ("made, waits for its turn", "text", "", 0.12, 0.26),
+    "parked": ("made, waits for its turn", "worker", "", 0.12, 0.26),
 }
 
 

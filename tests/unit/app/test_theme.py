@@ -21,5 +21,12 @@ def test_contrast_is_at_least_three_to_one(theme):
         assert (light + 0.05) / (dark + 0.05) >= 3, colour
 
 
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_no_two_meanings_share_a_colour(theme):
+    meanings = (theme.text, theme.quiet, theme.main, theme.worker, theme.other, theme.lost)
+    meanings += (theme.allocated, theme.reserved)
+    assert len(set(meanings)) == len(meanings)
+
+
 def test_theme_is_light_until_the_browser_reports_one():
     assert (theme_of(None), theme_of("light"), theme_of("dark")) == (LIGHT, LIGHT, DARK)
