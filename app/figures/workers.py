@@ -57,7 +57,7 @@ _BARS = {
     "getitem": ("__getitem__", "worker", "", 0.6, -0.4),
     "collate": ("collate", "worker", ".", 0.6, -0.4),
     "idle": ("worker idle", "quiet", "/", 0.6, -0.4),
-    "parked": ("made, waits for its turn", "worker", "", 0.12, 0.26),
+    "parked": ("made, waits for its turn", "quiet", "", 0.12, 0.26),
 }
 
 
