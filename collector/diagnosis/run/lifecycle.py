@@ -155,9 +155,10 @@ class Lifecycle:
     def may_train(self, key: ProcessKey) -> bool:
         """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not.
 
-        Where no process has torch, any of them may do the work.
+        A child of a watched process may do the work where no process has torch.
         """
-        return key in self.with_torch or key in self.watched or key == self.command or not self.with_torch
+        is_known = key in self.with_torch or key in self.watched or key == self.command
+        return is_known or (bool(self.watched) and not self.with_torch)
 
     def name(self, key: ProcessKey) -> str:
         """Return a name for a process, for use in the middle of a sentence."""

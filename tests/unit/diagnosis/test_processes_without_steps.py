@@ -67,10 +67,12 @@ def test_leak_without_iterations_is_found_with_less_confidence():
     assert found.rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
-@pytest.mark.parametrize(("has_torch", "severity"), [(False, "warning"), (True, "info")])
-def test_leak_of_a_child_is_a_warning_where_no_process_has_torch(has_torch, severity):
-    """Next to a process with torch, a child without it is a helper."""
-    script = program(np.zeros(180), watched=True)
+@pytest.mark.parametrize(
+    ("watched", "has_torch", "severity"), [(True, False, "warning"), (True, True, "info"), (False, False, "info")]
+)
+def test_leak_of_a_child_is_a_warning_where_a_watched_program_has_no_torch(watched, has_torch, severity):
+    """Next to a process with torch, or to a command that runs, a child without torch is a helper."""
+    script = program(np.zeros(180), watched=watched)
     held = (200 + RAMP) * MIB
     sample_process(script, SECONDS, ("node", 300, 6000), ROLE_OTHER, private=held, rss=held)
     note_program(script, "train.py", has_torch=has_torch, obstacle=None)
