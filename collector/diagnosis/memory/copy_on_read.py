@@ -231,7 +231,9 @@ def _burst_bytes(private: Floats, times: Floats, fetches: pd.DataFrame) -> float
     warm = _warm(fetches)
     if len(warm) <= _COLLECTIONS_COUNT:
         return 0.0
-    faults, ends, rises = floats(warm, "minor_fault_count"), floats(warm, "time_ns"), np.diff(private)
+    is_read = np.isfinite(private)
+    times, rises = times[is_read], np.diff(private[is_read])
+    faults, ends = floats(warm, "minor_fault_count"), floats(warm, "time_ns")
     *others, usual = np.argsort(faults, kind="stable")[::-1][: _COLLECTIONS_COUNT + 1]
     begins = ends - fetch_ns(warm)
     overlaps = [(times[1:] > begins[batch]) & (times[:-1] < ends[batch]) for batch in others]
