@@ -17,7 +17,7 @@ from collector.diagnosis.deaths.catalogue import (
 )
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.leak import CONFIRMED
-from collector.findings import Finding, extended
+from collector.findings import KINDS, Finding, extended
 from collector.units import size
 
 #: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
@@ -232,11 +232,16 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
 
 
 def _fixed_first(death: Finding, leak: Finding | None, findings: list[Finding], grown: str) -> Finding:
-    """Return a death with the advice to fix a leak first, or what that follows from, if there is one."""
+    """Return a death with the advice to fix a leak first, or what that follows from, if there is one.
+
+    Its fault is that of the leak, which is unknown where another program may have filled /dev/shm.
+    """
     if leak is None:
         return death
-    fix = replace(FIX_LEAK, text=f"Fix {_keeper(findings, leak) or leak.kind} first: {grown} grew until the end")
-    return replace(death, fault="your code", advice=(fix, *death.advice))
+    keeper = _keeper(findings, leak)
+    fix = replace(FIX_LEAK, text=f"Fix {keeper or leak.kind} first: {grown} grew until the end")
+    fault = leak.fault or KINDS[keeper or leak.kind].fault
+    return replace(death, fault=fault, advice=(fix, *death.advice))
 
 
 def _fills_shared_memory(leak: Finding) -> bool:

@@ -1,5 +1,7 @@
 """Deaths that follow from another finding of the run, and those that only look so."""
 
+from dataclasses import replace
+
 import pytest
 
 from collector.diagnosis.consequences import without_consequences
@@ -81,7 +83,16 @@ def test_a_crash_for_lack_of_shared_memory_or_files_says_which_leak_to_fix_first
     found = next(one for one in without_consequences([crash, *leaks]) if one.kind == "crashed")
     text = found.advice[0].text
     assert text.startswith(f"Fix {first} first: the ") if first else text == crash.advice[0].text
-    assert found.fault == ("your code" if first else None)
+    assert found.fault == ("your code" if first == "fd-leak" else None)
+
+
+def test_a_crash_for_lack_of_shared_memory_has_the_fault_of_its_leak():
+    """Files of another program may fill /dev/shm."""
+    crash = replace(killed(RANKS[0], catalogue.FAILED_EXIT, NO_ROOM), fault="your settings")
+    unknown = leak("shm-leak", "bytes/s")
+    for leaks, fault in (([unknown], None), ([replace(unknown, fault="your code")], "your code")):
+        found = next(one for one in without_consequences([crash, *leaks]) if one.kind == "crashed")
+        assert found.fault == fault
 
 
 @pytest.mark.parametrize(
