@@ -9,6 +9,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.loading.steady_state import MIN_BATCHES
+from collector.diagnosis.memory.file_descriptors import lacked_files
 from collector.diagnosis.run.allocators import allocators
 from collector.diagnosis.run.columns import by_process, floats, worker_samples
 from collector.diagnosis.run.lifecycle import lifecycle_of
@@ -26,7 +27,6 @@ _OF_PROCESS: dict[tuple[str, str | None], str] = {
 }
 #: Evidence of a crash for lack of a resource -> the check that fails by it.
 _OF_CRASH = {
-    "fd_limit_count": "open files",
     "shm_used_peak_bytes": "/dev/shm",
     "longest_fetch_seconds": "data loading",  # DataLoader timed out
 }
@@ -66,7 +66,8 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
 def _failed_by(finding: Finding) -> set[str | None]:
     """Return the checks that fail by a finding."""
     lacks = (_OF_CRASH.get(item.name) for item in finding.evidence if finding.kind == "crashed")
-    return {*KINDS[finding.kind].checks, _OF_PROCESS.get((finding.kind, finding.locus.role)), *lacks}
+    files = "open files" if lacked_files(finding) else None
+    return {*KINDS[finding.kind].checks, _OF_PROCESS.get((finding.kind, finding.locus.role)), *lacks, files}
 
 
 def _end(tables: RunTables) -> str:

@@ -16,6 +16,7 @@ from collector.diagnosis.deaths.catalogue import (
     WORKER_KILLED,
 )
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
+from collector.diagnosis.memory.file_descriptors import lacked_files
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.findings import KINDS, Finding, extended
 from collector.units import size
@@ -205,10 +206,10 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     """
     if death.kind == "cuda-oom":
         return _with_fix_of_library(death, findings)
-    if death.kind == "shm-bus-error" or death.value_of("shm_used_peak_bytes") is not None:
+    if _lacked_shared_memory(death):
         of_host = (leak for leak in findings if leak.locus.host == death.locus.host and _fills_shared_memory(leak))
         return _fixed_first(death, next(of_host, None), findings, "the use of /dev/shm")
-    if death.kind == "crashed" and death.value_of("fd_limit_count") is not None:
+    if lacked_files(death):
         of_files = (leak for leak in _in_same_process(findings, "fd-leak", death) if leak.severity != "info")
         return _fixed_first(death, next(of_files, None), findings, "the number of open files")
     is_refused = _is_refused(death)
@@ -229,6 +230,10 @@ def _with_fix_of_leak(death: Finding, findings: list[Finding]) -> Finding:
     fix = replace(FIX_LEAK, text=FIX_LEAK.text.format(kind=leaks[0].kind, process=process))
     rest = (advice for advice in death.advice if advice not in (FIND_KEPT, FIND_OUTPUTS, FIND_CACHE))
     return replace(death, fault="your code" if is_refused else death.fault, advice=(fix, *rest))
+
+
+def _lacked_shared_memory(death: Finding) -> bool:
+    return death.kind == "shm-bus-error" or death.value_of("shm_used_peak_bytes") is not None
 
 
 def _fixed_first(death: Finding, leak: Finding | None, findings: list[Finding], grown: str) -> Finding:
@@ -285,6 +290,8 @@ def _is_refused(death: Finding) -> bool:
 
 def _is_met(findings: list[Finding], risk: Finding) -> bool:
     """Return True if a finding is about a limit, and the training died of it, or of a nearer one of its own."""
+    if risk.kind in (_OF_SHARED_MEMORY[1], _OF_DESCRIPTORS[1]):
+        return risk.rate is not None and any(_meets(finding, risk) for finding in findings)
     is_doubt = risk.kind == "cannot-tell" and risk.value_of("alloc_retry_steps_count") is not None
     place, kind = (risk.locus.host, risk.locus.device), "cuda-oom" if is_doubt else _DEATHS.get(risk.kind)
     is_of_host = risk.kind == "host-oom-risk"
@@ -294,6 +301,16 @@ def _is_met(findings: list[Finding], risk: Finding) -> bool:
         if finding.severity == "critical" and (finding.kind == kind or (is_of_host and _is_refused(finding)))
     )
     return any((death.locus.host, death.locus.device) == place for death in deaths)
+
+
+def _meets(death: Finding, risk: Finding) -> bool:
+    """Return whether a process, or a worker of it, met the limit of files or of /dev/shm of a forecast."""
+    at, of = death.locus, risk.locus
+    if death.severity != "critical" or at.host != of.host:
+        return False
+    if risk.kind in _OF_SHARED_MEMORY:
+        return _lacked_shared_memory(death)
+    return lacked_files(death) and (at.pid == of.pid or (of.role == "worker" and at.rank == of.rank))
 
 
 def rises_bytes(finding: Finding) -> list[float]:

@@ -100,6 +100,11 @@ def find_descriptors(tables: RunTables) -> list[Finding]:
     return findings
 
 
+def lacked_files(death: Finding) -> bool:
+    """Return whether a process ended since it could open no more files. Their number may not be known."""
+    return death.kind == "crashed" and resources.OPEN_FILES.leak_advice[0] in death.advice
+
+
 def _processes(tables: RunTables) -> Iterator[_Process]:
     life = lifecycle_of(tables)
     for key in (*life.mains, *life.watched, *life.others):

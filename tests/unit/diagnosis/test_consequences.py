@@ -6,6 +6,7 @@ import pytest
 
 from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.deaths import catalogue
+from collector.diagnosis.memory.resources import OPEN_FILES
 from collector.findings import Finding, Locus, Rate, fact
 
 #: Measurements that any finding has.
@@ -65,11 +66,12 @@ def test_a_kill_follows_from_a_hang_of_the_process_that_was_killed(end, hanging,
 
 
 SHARED = fact("process_shm_rise_bytes", 9e8, "same window")
-NO_ROOM, NO_FILE = fact("shm_used_peak_bytes", 6e7, "run"), fact("fd_limit_count", 256, "last sample")
+NO_ROOM = killed(RANKS[0], catalogue.FAILED_EXIT, fact("shm_used_peak_bytes", 6e7, "run"))
+NO_FILE = replace(killed(RANKS[0], catalogue.FAILED_EXIT), advice=OPEN_FILES.leak_advice)
 
 
 @pytest.mark.parametrize(
-    ("death", "leaks", "first"),
+    ("crash", "leaks", "first"),
     [
         (NO_ROOM, [leak("fd-leak", "count/s", SHARED), leak("shm-leak", "bytes/s", SHARED)], "fd-leak"),
         (NO_ROOM, [leak("shm-leak", "bytes/s")], "shm-leak"),
@@ -78,8 +80,7 @@ NO_ROOM, NO_FILE = fact("shm_used_peak_bytes", 6e7, "run"), fact("fd_limit_count
         (NO_FILE, [leak("main-heap-leak", "bytes/s")], None),
     ],
 )
-def test_a_crash_for_lack_of_shared_memory_or_files_says_which_leak_to_fix_first(death, leaks, first):
-    crash = killed(RANKS[0], catalogue.FAILED_EXIT, death)
+def test_a_crash_for_lack_of_shared_memory_or_files_says_which_leak_to_fix_first(crash, leaks, first):
     found = next(one for one in without_consequences([crash, *leaks]) if one.kind == "crashed")
     text = found.advice[0].text
     assert text.startswith(f"Fix {first} first: the ") if first else text == crash.advice[0].text
@@ -88,11 +89,37 @@ def test_a_crash_for_lack_of_shared_memory_or_files_says_which_leak_to_fix_first
 
 def test_a_crash_for_lack_of_shared_memory_has_the_fault_of_its_leak():
     """Files of another program may fill /dev/shm."""
-    crash = replace(killed(RANKS[0], catalogue.FAILED_EXIT, NO_ROOM), fault="your settings")
+    crash = replace(NO_ROOM, fault="your settings")
     unknown = leak("shm-leak", "bytes/s")
     for leaks, fault in (([unknown], None), ([replace(unknown, fault="your code")], "your code")):
         found = next(one for one in without_consequences([crash, *leaks]) if one.kind == "crashed")
         assert found.fault == fault
+
+
+FILES_RISK, ROOM_RISK = (leak(f"{of}-exhaustion-risk", "bytes/s") for of in ("fd", "shm"))
+OF_HOST = Locus(host="node")
+
+
+@pytest.mark.parametrize(
+    ("crash", "risk", "stays"),
+    [
+        (NO_FILE, FILES_RISK, False),
+        (NO_FILE, replace(FILES_RISK, locus=replace(WORKER, rank=0)), False),  # it raised, perhaps
+        (NO_FILE, replace(FILES_RISK, locus=RANKS[1]), True),
+        (NO_FILE, replace(ROOM_RISK, locus=OF_HOST), True),
+        (NO_ROOM, FILES_RISK, True),
+        (NO_ROOM, replace(ROOM_RISK, locus=OF_HOST), False),
+        (NO_ROOM, replace(ROOM_RISK, locus=OF_HOST, rate=None), True),  # it says that /dev/shm is full
+        (NO_ROOM, replace(ROOM_RISK, locus=Locus(host="other")), True),
+    ],
+)
+def test_a_forecast_ends_with_the_crash_that_met_its_limit(crash, risk, stays):
+    assert (risk in without_consequences([crash, risk])) == stays
+
+
+def test_a_forecast_for_shared_memory_ends_with_a_bus_error():
+    crash = replace(hang(WORKER), kind="shm-bus-error")
+    assert [one.kind for one in without_consequences([crash, ROOM_RISK])] == ["shm-bus-error"]
 
 
 @pytest.mark.parametrize(
