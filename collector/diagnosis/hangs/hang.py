@@ -28,6 +28,8 @@ from collector.diagnosis.hangs.stuck_process import (
     AWAITS_LOOP,
     AWAITS_POOL,
     AWAITS_PROCESS,
+    AWAITS_QUEUE,
+    AWAITS_ROOM,
     AWAITS_ROOM_ELSEWHERE,
     AWAITS_TASK,
     COLLECTIVE,
@@ -93,6 +95,7 @@ _ONE_SHAPE = Advice(
 _FIX_END = Advice(
     text="Find out first what ended that rank: its own finding, its log, `dmesg`", expected="the others do not hang"
 )
+_DELIVERED = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK)  # waits for what another thread delivers or takes
 _MOST_PLACES = 4  # ranks whose lines a sentence names
 
 
@@ -281,7 +284,7 @@ def _finding(
     lost = _lost_processes(life, culprit, main, series[-1]["time_ns"], seconds)
     is_alone = bool(lost) and not has_children(culprit, processes.values())
     patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
-    is_plain = not transfer and _is_plain(life, culprit, patience, seconds / budget_seconds, series, others_count)
+    is_plain = not transfer and _is_plain(life, culprit, patience, silence, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(silence["lasted_seconds"], 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -410,15 +413,18 @@ def _is_plain(
     life: Lifecycle,
     culprit: Process,
     patience: float | None,
-    budgets: float,
+    silence: Mapping[str, Any],
     series: Series,
     others_count: int,
 ) -> bool:
-    """Return whether a silence of `budgets` times the budget is a hang, not merely a long phase."""
+    """Return whether a silence is a hang, not merely a long phase."""
     is_worker = culprit.locus.role == "worker"
-    if culprit.is_alone and culprit.is_stuck and life.tables.events_of("thread-exception", by=culprit.key):
-        return True  # it waits for a thread that an exception has ended
-    if culprit.is_in_long_phase or budgets < 1 or (culprit.is_busy and not is_worker):
+    budgets = float(silence["silent_seconds"] / silence["budget_seconds"])
+    if culprit.is_in_long_phase:
+        return False
+    if _has_lost_thread(life, culprit, silence, series):
+        return True
+    if budgets < 1 or (culprit.is_busy and not is_worker):
         return False
     is_at_work = culprit.is_busy or helpers_compute(series)
     if culprit.is_stuck and not is_at_work and patience is not None:
@@ -426,6 +432,18 @@ def _is_plain(
     if not is_worker and not others_count and not _may_have_batches_left(life.tables, culprit.key, series):
         return False
     return budgets >= LONG_PATIENCE and (is_worker or culprit.is_stuck)
+
+
+def _has_lost_thread(life: Lifecycle, process: Process, silence: Mapping[str, Any], series: Series) -> bool:
+    """Return whether a process waits for an item or a task of a thread that an exception may have ended.
+
+    What that thread delivered before may last for one more budget. A wait for a notice may be a pause.
+    """
+    if process.awaits not in _DELIVERED or not (process.is_alone and process.is_stuck):
+        return False
+    ended = life.tables.events_of("thread-exception", by=process.key)
+    since_ns = series[-1]["time_ns"] - (silence["silent_seconds"] + silence["budget_seconds"]) * SECOND_NS
+    return any(event["time_ns"] >= since_ns for event in ended)
 
 
 def _may_have_batches_left(tables: RunTables, key: ProcessKey, series: Series) -> bool:

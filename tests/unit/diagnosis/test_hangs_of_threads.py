@@ -91,13 +91,31 @@ def test_training_that_waits_for_its_own_thread_is_told_of_its_exception(call, p
     assert ("no other Python thread" in finding.summary) == (not ended and call != "Thread.join")
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_queue_whose_thread_has_ended_by_an_exception_hangs_whatever_pauses_there_were(ended):
-    frames = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["main", "/home/me/train.py", 33]]
+@pytest.mark.parametrize(
+    ("ends_at", "path", "call", "severity"),
+    [
+        (9.0, "queue.py", "Queue.get", "critical"),
+        (None, "queue.py", "Queue.get", "info"),
+        (-15.0, "queue.py", "Queue.get", "info"),  # more than a budget before the last step: another thread's
+        (9.0, "threading.py", "Event.wait", "info"),  # it may be a pause
+    ],
+)
+def test_a_queue_whose_thread_has_ended_by_an_exception_hangs_whatever_pauses_there_were(
+    ends_at, path, call, severity
+):
+    frames = [[call, f"{LIBRARY}/{path}", 171], ["main", "/home/me/train.py", 33]]
     script = stacks(training(), process(MAIN, frames, LOCK), budgets=0.7)
-    if ended:
-        script.event(START_SECONDS + 9, "thread-exception", MAIN, thread="feeder", type="OSError", message="gone")
-    assert only(script).severity == ("critical" if ended else "info")
+    if ends_at is not None:
+        error = {"thread": "feeder", "type": "OSError", "message": "gone"}
+        script.event(START_SECONDS + ends_at, "thread-exception", MAIN, **error)
+    assert only(script).severity == severity
+
+
+def test_a_debugger_at_a_queue_whose_thread_has_ended_is_no_hang():
+    frames = [["Queue.get", f"{LIBRARY}/queue.py", 171], ["Pdb.interaction", f"{LIBRARY}/pdb.py", 33]]
+    script = stacks(training(), process(MAIN, frames, LOCK), budgets=0.7)
+    script.event(START_SECONDS + 9, "thread-exception", MAIN, thread="feeder", type="OSError", message="gone")
+    assert only(script).severity == "info"
 
 
 def with_thread(script, name, frames, waits=LOCK):
