@@ -59,16 +59,36 @@ def uneven_ranks(tables: RunTables) -> UnevenRanks | None:
     return None
 
 
-def batches_meanwhile(tables: RunTables, main: ProcessKey, begins: Floats, ends: Floats) -> list[str]:
-    """Return a clause for each loader from which another training process got batches in these stretches (ns)."""
+def batches_meanwhile(
+    tables: RunTables, main: ProcessKey, begins: Floats, ends: Floats, *, with_training: bool = True
+) -> list[str]:
+    """Return a clause for each loader from which another training process got batches in these stretches (ns).
+
+    `with_training` includes the loaders whose batches it trains on.
+    """
     clauses = []
     for key in lifecycle_of(tables).mains:
-        batches = records_within(written(tables, "batch", key), begins, ends)
+        batches = written(tables, "batch", key)
+        if not with_training:
+            batches = _without_training(batches, floats(written(tables, "step", key), "time_ns"))
+        batches = records_within(batches, begins, ends)
         for loader, number in Counter(floats(batches, "loader")).items() if key != main else ():
             name = loader_name(loader_settings(tables).get((key, int(loader)), {}))
             named = f"loader {int(loader)} ({name})" if name else f"loader {int(loader)}"
             clauses.append(f"{lifecycle_of(tables).name(key)} got {counted(number, 'batch')} of {named}")
     return clauses
+
+
+def _without_training(batches: pd.DataFrame, steps_ns: Floats) -> pd.DataFrame:
+    """Return the batches of loaders with a pass of several batches, and no step between those of any pass."""
+    if batches.empty:
+        return batches
+    passes = batches.groupby(["loader", "epoch"])["time_ns"].agg(["min", "max"])
+    firsts, lasts = floats(passes, "min"), floats(passes, "max")
+    has_step = np.searchsorted(steps_ns, lasts) > np.searchsorted(steps_ns, firsts)
+    loaders = passes.index.get_level_values("loader")
+    evaluating = set(loaders[lasts > firsts]) - set(loaders[has_step])
+    return batches[batches["loader"].isin(evaluating)]
 
 
 def records_within(records: pd.DataFrame, begins: Floats, ends: Floats) -> pd.DataFrame:

@@ -265,9 +265,9 @@ def _between_epochs(tables: RunTables, main: ProcessKey, *, without_saves: bool)
         waits_for_children = _children_cores(tables, main, begins, ends) >= _WAITING_RATIO
         waiting = f"Its process waits then{', while its child processes compute' if waits_for_children else ''}. "
         others = (key for key in lifecycle_of(tables).mains if key != main)
-        is_ahead = all(records_within(written(tables, "step", key), begins, ends).empty for key in others)
-        # A rank that makes steps then has more batches in its epoch.
-        if is_ahead and (busy := batches_meanwhile(tables, main, begins, ends)):
+        # A rank that makes more than its last step then has more batches in its epoch.
+        is_ahead = all(records_within(written(tables, "step", key), begins + usual, ends).empty for key in others)
+        if is_ahead and (busy := batches_meanwhile(tables, main, begins, ends, with_training=False)):
             waiting, advice = f"Its process waits then, and meanwhile {listed(busy)}. ", _SHARE_BETWEEN
     return [
         Finding(

@@ -261,6 +261,30 @@ def test_a_rank_that_waits_while_another_one_evaluates_names_its_loader(trains, 
     assert ("Let all ranks share" in pause.advice[0].text) == is_named
 
 
+@pytest.mark.parametrize(
+    ("ahead", "evaluates"), [(0.001, True), (-0.001, True), (0.0, False), (0.005, False), (0.03, False)]
+)
+def test_a_rank_that_is_a_little_ahead_in_its_training_does_not_evaluate(ahead, evaluates):
+    """Ranks that wait for each other in each step end it, and begin the next epoch, some milliseconds apart."""
+    script, other = script_with_gaps(12.0, rank=1), (MAIN[0], 200, 5200)
+    count = len(script.parts["step"])
+    start_training(script, key=other, rank=0)
+    script_with_gaps(12.0, rank=0, key=other, script=script, begin=START_SECONDS - ahead)
+    for epoch, steps in enumerate(script.parts["step"][count:-1] if evaluates else ()):
+        times = steps["time_ns"].max() / 1e9 + 0.1 * np.arange(5, 105)
+        rows = [{"time_ns": ns(at), "loader": 1, "epoch": epoch, "index": i} for i, at in enumerate(times)]
+        script.add("batch", [row | {"worker": -1, "wait_ns": 0, "blocked_ns": 0} for row in rows], other, 0)
+    seconds = np.arange(START_SECONDS, script.now_seconds)
+    held = np.full(len(seconds), 300 * MIB)
+    for rank, key, cores in ((1, MAIN, 0.05), (0, other, 0.01)):
+        used = cores * 1e9 * (seconds - seconds[0])
+        sample_process(script, seconds, key, ROLE_MAIN, private=held, rss=held, cpu_ns=used, rank=rank)
+    (pause,) = between_epochs(script)
+    assert "Its process waits then" in pause.summary
+    assert ("meanwhile rank 0 (pid 200) got 300 batches of loader 1." in pause.summary) == evaluates
+    assert ("Let all ranks share" in pause.advice[0].text) == evaluates
+
+
 def test_the_end_of_workers_is_no_time_between_epochs():
     script = script_with_gaps(12.0)
     for event in [event for event in script.events if event["kind"] == "epoch-start" and event["epoch"]]:
