@@ -350,9 +350,10 @@ ValueError:"""
     raised = {"type": "ProcessRaisedException", "message": text, "site": "/home/me/start.py:3, in <module>"}
     script.event(START_SECONDS + 9, "exception", launcher, **raised)
     said = {"message": "exit status 1", "status": 1, "handled": "ValueError: boom"}
-    for number in range(count):  # as torch does once it has written the exception
-        site = "/lib/torch/multiprocessing/spawn.py:96, in _wrap"
-        script.event(START_SECONDS + 8, "exit-message", ("node", 200 + number, 8000), number, site=site, **said)
+    for number in range(count):  # as torch does once it has written the exception, and then CPython
+        for site in ("torch/multiprocessing/spawn.py:96, in _wrap", "multiprocessing/spawn.py:123, in spawn_main"):
+            child = ("node", 200 + number, 8000)
+            script.event(START_SECONDS + 8, "exit-message", child, number, site=f"/lib/{site}", **said)
     found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("crashed", rank, pid)]
     assert "ended with ValueError at train.py:9, in step: the loss is no number:" in found[0].summary
