@@ -33,7 +33,7 @@ from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
 from collector.diagnosis.deaths.known_errors import cause_of
-from collector.diagnosis.deaths.lost_ranks import first_to_leave, is_final, launches_of
+from collector.diagnosis.deaths.lost_ranks import REPORTS_OF_A_CHILD, first_to_leave, is_final, launches_of
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.loading.loaders import has_batches_left
@@ -62,8 +62,6 @@ _QUOTED_CHARACTERS = 300
 #: Longest time without a sample for which CPU time is estimated.
 _LONGEST_GAP_NS = 5 * SECOND_NS
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
-#: Exceptions by which a launcher reports that its child failed: those of subprocess, torchrun and mp.spawn.
-_REPORTS_OF_A_CHILD = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 #: Exit status of a Python program that an exception ended; launchers and shells pass it on.
 _EXCEPTION_STATUS = 1
 
@@ -260,7 +258,7 @@ def _raised_before_training(life: Lifecycle) -> Mapping[ProcessKey, Mapping[str,
     causes = [
         (key, event)
         for key, event in in_order
-        if event.get("type") not in _REPORTS_OF_A_CHILD and signal_raised(event) is None
+        if event.get("type") not in REPORTS_OF_A_CHILD and signal_raised(event) is None
     ]
     has_exited = any(writer_of(event) == life.command for event in life.exit_messages)
     if life.exit_status != _EXCEPTION_STATUS or life.command in dict(causes) or has_exited:
@@ -328,7 +326,7 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
     )
     finding = replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
     cause = cause_of(life.tables, error.process, worker, event, error.headline)
-    if cause is None and event.get("type") in _REPORTS_OF_A_CHILD:
+    if cause is None and event.get("type") in REPORTS_OF_A_CHILD:
         return _with_child(life, finding, key, event)
     if cause is None:
         return finding

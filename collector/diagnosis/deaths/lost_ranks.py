@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collector.diagnosis.deaths.known_errors import is_of_collective
+from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import writer_of
 from collector.diagnosis.run.training import iterations_within
 from collector.store import ProcessKey
 
+#: Exceptions by which a launcher reports that its child failed: those of subprocess, torchrun and mp.spawn.
+REPORTS_OF_A_CHILD = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 #: Messages of gloo and NCCL about the end of a connection, not about a timeout.
 _LOST_PEER = re.compile(r"[Cc]onnection (?:was )?(?:likely )?(?:closed|reset)|remote process exited|[Bb]roken pipe")
 
@@ -31,39 +35,57 @@ def first_to_leave(life: Lifecycle, exception: Mapping[str, Any]) -> FirstToLeav
 
     `sys.exit` is recorded with its time. A process that ends by os._exit or a signal records nothing: its launcher
     names its status, or it is the only one without a record of its end. It counts if what was raised is an error of
-    a collective, or of the launcher.
+    a collective, or of the launcher; by `sys.exit` also if both are ranks.
     """
     raiser, raised_ns = writer_of(exception), exception["time_ns"]
     peers = {key for key in life.mains if key not in (raiser, *life.exceptions)}
+    trains = raiser in life.mains
+    is_of_group = is_of_collective(exception) if trains else exception.get("type") in REPORTS_OF_A_CHILD
+    if not is_of_group and rank_of(life.tables, raiser) is None:
+        return None
     for event in life.exit_messages:
         is_before = _start_ns(life, raiser) < event["time_ns"] < raised_ns
         if is_before and writer_of(event) in peers and is_final(life, event):
             return FirstToLeave(writer_of(event), exit=event)
-    is_of_main = raiser in life.mains
-    if is_of_main and not is_of_collective(exception):
+    if not is_of_group:
         return None
     silent = [key for key in life.mains if key in peers and key not in life.recorded_exits]
     codes = life.exit_codes_by_launcher
     for key in silent:
-        if (status := codes.get(key[1], 0)) > 0:
+        if (status := codes.get(key[:2], 0)) > 0:
             return FirstToLeave(key, status=status)
-    # A launcher that names other ranks has ended this one.
-    is_explained = any(key[1] in codes for key in life.mains) or uneven_ranks(life.tables) is not None
-    is_lost = is_of_main and _LOST_PEER.search(str(exception.get("message"))) is not None
-    if is_explained or not is_lost or len(silent) != 1 or not life.is_dead(silent[0]):
+    is_lost = trains and _LOST_PEER.search(str(exception.get("message"))) is not None
+    if not is_lost or len(silent) != 1 or not life.is_dead(silent[0]):
         return None
-    return FirstToLeave(silent[0]) if _start_ns(life, silent[0]) < raised_ns else None
+    # A launcher that names other ranks has ended this one; the error may be about a rank that was done.
+    ended = (event["time_ns"] for key in peers for event in life.tables.events_of("process-exit", by=key))
+    is_explained = any(key[:2] in codes for key in life.mains) or any(time_ns < raised_ns for time_ns in ended)
+    if is_explained or uneven_ranks(life.tables) is not None:
+        return None
+    last_seen_ns, _ = end_of(life.tables, *silent[0][:2], silent[0])
+    return FirstToLeave(silent[0]) if last_seen_ns < raised_ns else None
 
 
 def launches_of(
     life: Lifecycle, causes: Sequence[tuple[ProcessKey, Mapping[str, Any]]]
 ) -> list[tuple[ProcessKey, Mapping[str, Any]]]:
-    """Return the first exception of each launch, which starts its processes when the one before has failed."""
+    """Return the first exception of each launch, which starts its processes when the one before has failed.
+
+    A rank may begin after another one of its launcher has raised: it is part of that launch if its number is new.
+    """
     firsts: list[tuple[ProcessKey, Mapping[str, Any]]] = []
     for key, event in causes:
-        if not firsts or _start_ns(life, key) > firsts[-1][1]["time_ns"]:
+        if not firsts or (_start_ns(life, key) > firsts[-1][1]["time_ns"] and not _is_late(life, key)):
             firsts.append((key, event))
     return firsts
+
+
+def _is_late(life: Lifecycle, key: ProcessKey) -> bool:
+    """Return whether a process is a rank whose launcher started other ranks before, and none of its number."""
+    rank, begun_ns = rank_of(life.tables, key), _start_ns(life, key)
+    siblings = [one for one in life.mains if one != key and life.launcher(one) == life.launcher(key)]
+    earlier = [rank_of(life.tables, one) for one in siblings if _start_ns(life, one) < begun_ns]
+    return rank is not None and bool(earlier) and not {rank, None} & set(earlier)
 
 
 def is_final(life: Lifecycle, event: Mapping[str, Any]) -> bool:

@@ -313,7 +313,7 @@ class Lifecycle:
             if key in self.exceptions:
                 if number := signal_raised(self.exceptions[key]):
                     killed[key] = number
-            elif (number := signal_of(exit_codes.get(key[1]))) is not None:
+            elif (number := signal_of(exit_codes.get(key[:2]))) is not None:
                 killed[key] = number
             elif not exit_codes and self._ended_abruptly(key):
                 killed[key] = self._signal_from_command(key)
@@ -357,20 +357,18 @@ class Lifecycle:
         return self.fatal_signal if key == self.command or is_wrapped else None
 
     @cached_property
-    def exit_codes_by_launcher(self) -> dict[int, int]:
-        """Return pid -> exit code of the training processes that a launcher names as the cause of its failure."""
-        codes: dict[int, int] = {}
+    def exit_codes_by_launcher(self) -> dict[tuple[str, int], int]:
+        """(host, pid) -> exit code of the training processes that a launcher names as the cause of its failure."""
+        codes: dict[tuple[str, int], int] = {}
         for launcher, event in self.exceptions.items():
             text = str(event.get("message"))
-            codes |= {int(pid): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
+            codes |= {(launcher[0], int(pid)): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
             children = self._children(launcher)
             for place, end in _SPAWN_MESSAGE.findall(text):
                 if int(place) < len(children) and (end.isdecimal() or end in Signals.__members__):
-                    codes[children[int(place)][1]] = int(end) if end.isdecimal() else -Signals[end]
-        causes = {
-            pid: code for pid, code in codes.items() if code != -SIGTERM
-        }  # it stops the other ranks by SIGTERM
-        return causes or codes
+                    codes[children[int(place)][:2]] = int(end) if end.isdecimal() else -Signals[end]
+        # A launcher stops the other ranks by SIGTERM.
+        return {place: code for place, code in codes.items() if code != -SIGTERM} or codes
 
     def collectors_killed(self) -> list[Mapping[str, Any]]:
         """Return the `collector-start` events of collectors that ended without `collector-stop`."""

@@ -1,22 +1,25 @@
 """Ranks that end by a status of their own, so that another one loses its peer and raises."""
 
+import numpy as np
 import pytest
 from ended_runs import DEATHS, end_run
-from simulated_runs import START_SECONDS, Script
+from simulated_runs import MIB, START_SECONDS, Script, sample_process
 
 from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN
 
 LAUNCHER = ("node", 99, 4000)
 RANKS = [("node", 200 + rank, 8000) for rank in range(2)]
 LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:5798"
 
 
-def ranks():
+def ranks(*, have_numbers=True):
     """Return a launcher (the command) with two training processes below it."""
     script = Script()
     script.manifest["command"].update(pid=LAUNCHER[1], start_ticks=LAUNCHER[2])
     for rank, key in enumerate(RANKS):
-        script.event(START_SECONDS, "process-start", key, rank, parent_pid=LAUNCHER[1])
+        number = rank if have_numbers else None
+        script.event(START_SECONDS, "process-start", key, number, parent_pid=LAUNCHER[1])
     return script
 
 
@@ -39,6 +42,26 @@ def test_a_rank_that_called_sys_exit_before_another_one_raised_is_the_cause(exit
     assert (found.kind, found.locus.rank) == ("crashed", cause)
     assert ("called sys.exit at train.py:7, in check: exit status 3." in found.summary) == (cause == 1)
     assert reason == ("sys.exit with a message" if cause == 1 else "uncaught exception")
+
+
+def test_a_trial_that_called_sys_exit_is_not_the_cause_of_the_error_of_another_one():
+    script = ranks(have_numbers=False)
+    said = {"message": "exit status 2", "status": 2, "site": "/home/me/trial.py:7, in main", "handled": None}
+    script.event(START_SECONDS + 5, "exit-message", RANKS[0], **said)
+    script.event(START_SECONDS + 5.1, "process-exit", RANKS[0], lost_count=0)
+    found, _ = death(script.event(START_SECONDS + 50, "exception", RANKS[1], type="ValueError", message="NaN"))
+    assert found.locus.pid == RANKS[1][1]
+
+
+def test_the_pid_in_the_message_of_a_launcher_is_one_of_its_own_host():
+    script = ranks()
+    far, launcher = ("other", 200, 8500), ("other", 98, 4000)
+    script.event(START_SECONDS, "process-start", far, 2, parent_pid=98)
+    script.event(START_SECONDS + 9, "exception", RANKS[1], 1, type="RuntimeError", message=LOST_PEER)
+    for key, text in ((LAUNCHER, "exitcode : 1 (pid: 201)"), (launcher, "exitcode : 7 (pid: 200)")):
+        script.event(START_SECONDS + 10, "exception", key, type="ChildFailedError", message=text)
+    found, _ = death(script)
+    assert (found.locus.host, found.locus.rank) == ("other", 2)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +89,39 @@ def test_the_only_rank_without_a_record_of_its_end_is_the_one_that_another_lost(
     failed = {"type": "ChildFailedError", "message": f"exitcode : 1 (pid: {named})"}
     found, _ = death(script.event(START_SECONDS + 20, "exception", LAUNCHER, **failed))
     assert (found.kind, found.locus.rank) == (("killed", 1) if cause else ("crashed", 0))
+
+
+@pytest.mark.parametrize("sign", ["sample", "batch"])
+def test_a_rank_that_lived_on_after_the_error_is_not_the_one_that_was_lost(sign):
+    script = ranks().event(START_SECONDS + 9, "exception", RANKS[0], 0, type="RuntimeError", message=LOST_PEER)
+    seconds = np.arange(START_SECONDS, START_SECONDS + 14)
+    held = [MIB] * len(seconds)
+    if sign == "sample":
+        sample_process(script, seconds, RANKS[1], ROLE_MAIN, private=held, rss=held, rank=1)
+    else:
+        numbers = {"loader": 0, "epoch": 0, "worker": -1, "wait_ns": 0, "blocked_ns": 0}
+        batches = [{"time_ns": int(time * 1e9), "index": i} | numbers for i, time in enumerate(seconds)]
+        script.add("batch", batches, RANKS[1], 1)
+    found, _ = death(script)
+    assert (found.kind, found.locus.rank) == ("crashed", 0)
+
+
+def test_a_rank_that_ended_normally_before_the_error_may_be_the_one_that_was_lost():
+    script = ranks()
+    script.event(START_SECONDS, "process-start", ("node", 202, 8000), 2, parent_pid=LAUNCHER[1])
+    script.event(START_SECONDS + 8, "process-exit", RANKS[1], 1, lost_count=0)
+    found, _ = death(script.event(START_SECONDS + 9, "exception", RANKS[0], 0, type="OSError", message=LOST_PEER))
+    assert (found.kind, found.locus.rank) == ("crashed", 0)
+
+
+def test_a_rank_that_begins_after_another_one_raised_is_part_of_the_same_launch():
+    script = Script()
+    script.manifest["command"].update(pid=LAUNCHER[1], start_ticks=LAUNCHER[2])
+    for rank, (begin, end, text) in enumerate(((0, 3, "'label'"), (4, 9, LOST_PEER))):
+        script.event(START_SECONDS + begin, "process-start", RANKS[rank], rank, parent_pid=LAUNCHER[1])
+        script.event(START_SECONDS + end, "exception", RANKS[rank], rank, type="RuntimeError", message=text)
+    found, _ = death(script)
+    assert (found.locus.rank, found.severity) == (0, "critical")
 
 
 @pytest.mark.parametrize("parent", [RANKS[0][1], 77])
