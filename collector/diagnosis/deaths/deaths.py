@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from signal import (
     SIGABRT,
     SIGBUS,
@@ -33,7 +32,13 @@ from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
 from collector.diagnosis.deaths.known_errors import cause_of
-from collector.diagnosis.deaths.lost_ranks import REPORTS_OF_A_CHILD, first_to_leave, is_final, launches_of
+from collector.diagnosis.deaths.lost_ranks import (
+    REPORTS_OF_A_CHILD,
+    first_to_leave,
+    is_final,
+    launches_of,
+    reported_child,
+)
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.loading.loaders import has_batches_left
@@ -337,15 +342,10 @@ def _crash(life: Lifecycle, key: ProcessKey, victim: Victim | None = None) -> Fi
 
 def _with_child(life: Lifecycle, finding: Finding, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
     """Return the finding on a process that reports the failure of a child, with the exception of that child."""
-    attached = life.tables.events_of("process-attached")
-    children = {writer_of(each) for each in attached if (key[0], each.get("parent_pid")) == key[:2]}
-    ended = [
-        one for child, one in life.exceptions.items() if child in children and one["time_ns"] < event["time_ns"]
-    ]
-    if not ended or life.raiser(key) != key:
+    child = reported_child(life, event)
+    if child is None or life.raiser(key) != key:
         return finding
-    last = max(ended, key=itemgetter("time_ns"))
-    child, error = writer_of(last), exception_of(life, writer_of(last))
+    error = exception_of(life, child)
     headline = shorten(error.headline, _QUOTED_CHARACTERS, placeholder=" …").rstrip(".")
     advice = replace(
         catalogue.EXCEPTION.advice[0], text=catalogue.EXCEPTION.advice[0].text.format(host=child[0], pid=child[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from collector.store import ProcessKey
 
 #: Exceptions by which a launcher reports that its child failed: those of subprocess, torchrun and mp.spawn.
 REPORTS_OF_A_CHILD = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+_WORD = re.compile(r"[^\s'\"\[\](){},]+")
 #: Messages of gloo and NCCL about the end of a connection, not about a timeout.
 _LOST_PEER = re.compile(r"[Cc]onnection (?:was )?(?:likely )?(?:closed|reset)|remote process exited|[Bb]roken pipe")
 
@@ -91,6 +93,29 @@ def _is_late(life: Lifecycle, key: ProcessKey) -> bool:
 def is_final(life: Lifecycle, event: Mapping[str, Any]) -> bool:
     """Return whether a training did not go on after a call of `sys.exit`, as one does that catches it."""
     return iterations_within(life.tables, writer_of(event), event["time_ns"], math.inf) == 0
+
+
+def reported_child(life: Lifecycle, report: Mapping[str, Any]) -> ProcessKey | None:
+    """Return the child whose failure an exception reports, if that raised: the last one with the command in it.
+
+    A launcher names the child's pid instead.
+    """
+    parent, raised_ns = writer_of(report), report["time_ns"]
+    words, codes = set(_words(str(report.get("message")))), life.exit_codes_by_launcher
+    last = None
+    for event in life.tables.events_of("process-attached"):
+        key = writer_of(event)
+        if (key[0], event.get("parent_pid")) == parent[:2] and event["time_ns"] < raised_ns:
+            arguments = set(_words(life.programs.get(key, ""))[1:])
+            if key[:2] in codes or (arguments and arguments <= words):
+                last = key
+    has_raised = last in life.exceptions and life.exceptions[last]["time_ns"] < raised_ns
+    return last if has_raised else None
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a command line, or of the list of its arguments, without folders."""
+    return [os.path.basename(word) or word for word in _WORD.findall(text)]
 
 
 def _start_ns(life: Lifecycle, key: ProcessKey) -> float:

@@ -138,3 +138,34 @@ def test_a_training_that_reports_the_failure_of_a_child_names_the_exception_of_t
     )
     assert found.summary.endswith(words) == is_child
     assert ("events/node.300.jsonl" in found.advice[0].text) == is_child
+
+
+@pytest.mark.parametrize(
+    ("failed", "is_named"),
+    [
+        ("['/usr/bin/python', PosixPath('/home/me/probe.py'), '--all']", True),
+        ("['nvcc', 'a.cu']", False),
+        ("['/usr/bin/python', 'check.py']", False),  # this child had no exception
+    ],
+)
+def test_an_earlier_child_that_raised_is_not_the_one_whose_failure_is_reported(failed, is_named):
+    script = ranks()
+    for number, argv in enumerate((["python3", "probe.py", "--all"], ["python3", "check.py"])):
+        key = ("node", 300 + number, 9000)
+        script.event(START_SECONDS + 2, "process-attached", key, argv=argv, parent_pid=RANKS[0][1])
+    script.event(START_SECONDS + 3, "exception", ("node", 300, 9000), type="ImportError", message="no flash_attn")
+    text = f"Command '{failed}' returned non-zero exit status 2."
+    script.event(START_SECONDS + 90, "exception", RANKS[0], 0, type="CalledProcessError", message=text)
+    found, _ = death(script)
+    assert ("ImportError" in found.summary) == is_named
+
+
+def test_a_child_that_was_started_again_and_failed_otherwise_is_not_named_by_its_first_error():
+    script = ranks()
+    for number in range(2):
+        key, argv = ("node", 300 + number, 9000), ["python", "probe.py"]
+        script.event(START_SECONDS + 2 + number, "process-attached", key, argv=argv, parent_pid=RANKS[0][1])
+    script.event(START_SECONDS + 2.5, "exception", ("node", 300, 9000), type="ImportError", message="no flash_attn")
+    text = "Command '['python', 'probe.py']' returned non-zero exit status 2."
+    script.event(START_SECONDS + 9, "exception", RANKS[0], 0, type="CalledProcessError", message=text)
+    assert "ImportError" not in death(script)[0].summary
