@@ -36,6 +36,7 @@ from collector.diagnosis.deaths.lost_ranks import (
     REPORTS_OF_A_CHILD,
     first_to_leave,
     is_final,
+    is_own,
     launches_of,
     reported_child,
 )
@@ -219,6 +220,9 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     launches = launches_of(life, causes)
     left = [finding for _, event in launches[-1:] if not explained for finding in _left_before(life, event)]
     findings = left or [_crash(life, key) for key, _ in launches[-1:] if key not in explained]
+    own = [key for key, event in causes if is_own(life, event) and key not in (launches[-1][0], *life.mains)]
+    if own and findings:
+        findings = [_with_end_of_command(life, findings[0], own[0])]
     findings += _survived_exceptions(life, dict(launches[:-1]))
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
@@ -355,6 +359,14 @@ def _with_child(life: Lifecycle, finding: Finding, key: ProcessKey, event: Mappi
         f"{sentence(life.name(child))} had ended{error.site} with {headline}.",
         advice=(advice,),
     )
+
+
+def _with_end_of_command(life: Lifecycle, finding: Finding, key: ProcessKey) -> Finding:
+    """Return the finding on a child that raised, with the error by which the command ended later."""
+    error = exception_of(life, key)
+    headline = shorten(error.headline, _QUOTED_CHARACTERS, placeholder=" …").rstrip(".")
+    finding = replace(finding, summary=f"{finding.summary.rstrip('.')}.")
+    return extended(finding, f"The command then ended{error.site} with {headline}.")
 
 
 def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Finding:

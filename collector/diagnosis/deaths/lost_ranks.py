@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from collector.diagnosis.deaths.known_errors import is_of_collective
 from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import SPAWN_ERROR, Lifecycle
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import writer_of
 from collector.diagnosis.run.training import iterations_within
@@ -74,12 +74,28 @@ def launches_of(
     """Return the first exception of each launch, which starts its processes when the one before has failed.
 
     A rank may begin after another one of its launcher has raised: it is part of that launch if its number is new.
+    An error of the command itself, which had gone on after that of a trial, counts as a launch.
     """
     firsts: list[tuple[ProcessKey, Mapping[str, Any]]] = []
     for key, event in causes:
-        if not firsts or (_start_ns(life, key) > firsts[-1][1]["time_ns"] and not _is_late(life, key)):
+        is_later = bool(firsts) and _start_ns(life, key) > firsts[-1][1]["time_ns"] and not _is_late(life, key)
+        if not firsts or is_later or (is_own(life, event) and _has_gone_on(life, firsts[-1][1], event)):
             firsts.append((key, event))
     return firsts
+
+
+def is_own(life: Lifecycle, event: Mapping[str, Any]) -> bool:
+    """Return whether an exception is one of the command, and no report of a child's."""
+    is_report = event.get("type") in REPORTS_OF_A_CHILD or SPAWN_ERROR.search(str(event.get("message")))
+    return writer_of(event) == life.command and not is_report
+
+
+def _has_gone_on(life: Lifecycle, trial: Mapping[str, Any], error: Mapping[str, Any]) -> bool:
+    """Return whether another training began, or ended normally, between the errors of a trial and the command."""
+    others = {*life.mains} - {writer_of(trial), *life.exceptions}
+    signs = life.tables.events_of("process-start", "process-exit")
+    has_other = any(writer_of(e) in others and trial["time_ns"] < e["time_ns"] < error["time_ns"] for e in signs)
+    return has_other and rank_of(life.tables, writer_of(trial)) is None
 
 
 def _is_late(life: Lifecycle, key: ProcessKey) -> bool:

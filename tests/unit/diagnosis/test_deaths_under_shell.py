@@ -67,3 +67,33 @@ def test_of_trainings_that_follow_each_other_the_last_one_ended_the_command(begi
     else:
         assert places == [("critical", 202, None), ("warning", 200, 2)]
         assert found[1].summary.endswith("shapes differ. The command went on.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "later_trial", "severities"),
+    [
+        ("KeyError", True, ["critical", "warning"]),
+        ("KeyError", False, ["critical"]),
+        ("CalledProcessError", True, ["critical"]),
+    ],
+)
+def test_the_command_s_own_error_after_a_trial_that_failed_is_its_end(kind, later_trial, severities):
+    script, command = Script(), ("node", 99, 4000)
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    script.event(START_SECONDS, "process-attached", command, argv=["python", "sweep.py"], parent_pid=90)
+    script.event(START_SECONDS + 1, "process-start", ("node", 200, 8000), parent_pid=99)
+    raised = {"type": "RuntimeError", "message": "diverged", "site": "/home/me/trial.py:3, in main"}
+    script.event(START_SECONDS + 9, "exception", ("node", 200, 8000), **raised)
+    if later_trial:
+        script.event(START_SECONDS + 10, "process-start", ("node", 201, 8001), parent_pid=99)
+        script.event(START_SECONDS + 20, "process-exit", ("node", 201, 8001), lost_count=0)
+    raised = {"type": kind, "message": "'best'", "site": "/home/me/sweep.py:50, in main"}
+    script.event(START_SECONDS + 30, "exception", command, **raised)
+    script.now_seconds = START_SECONDS + 40
+    found = [one for one in diagnose(end_run(script, 1).tables()).findings if one.kind in DEATHS]
+    assert [one.severity for one in found] == severities
+    assert found[0].locus.pid == (99 if len(found) == 2 else 200)
+    if len(found) == 2:
+        assert found[1].summary.endswith("diverged. The command went on.")
+    ending = "diverged. The command then ended at sweep.py:50, in main with KeyError: 'best'."
+    assert found[0].summary.endswith(ending) == (kind == "KeyError" and not later_trial)
