@@ -41,7 +41,7 @@ from collector.diagnosis.deaths.lost_ranks import (
     reported_child,
 )
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
-from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
+from collector.diagnosis.deaths.victims import Victim, main_victim, merge_mains, merge_workers, worker_victim
 from collector.diagnosis.loading.loaders import has_batches_left
 from collector.diagnosis.run.columns import SECOND_NS, origin_ns, sampled, whole
 from collector.diagnosis.run.exceptions import at_line, exception_of
@@ -110,6 +110,14 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         oom = oom_victims(tables, [main_victim(life, key, None) for key in helpers])
     over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
     rest = [victim for victim in victims if victim not in (*oom, *bus, *over)]
+    is_over = _is_timed_out(life)
+    rest = [  # `timeout` sends SIGTERM to each process of its group
+        main_victim(life, victim.main, SIGTERM)
+        if is_over and victim.signal == SIGTERM and victim.locus.role == "worker" and not victim.went_on
+        else victim
+        for victim in rest
+    ]
+    rest = merge_mains(rest, (SIGINT, SIGTERM) if is_over else (SIGINT,))
     return [
         *(oom_kill(tables, victim) for victim in merge_workers(oom)),
         *(bus_error(tables, victim) for victim in merge_workers(bus)),
@@ -138,7 +146,8 @@ def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     cpu_time = _used_up_cpu_time(life.tables, victim)
     death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
-    if victim.signal == SIGTERM and _is_timed_out(life):  # torchrun and Lightning raise it as an exception
+    # torchrun and Lightning raise the signal as an exception.
+    if victim.signal == SIGTERM and victim.locus.role != "worker" and _is_timed_out(life):
         death = catalogue.TIMED_OUT
     return death.finding(
         locus=victim.locus,

@@ -115,6 +115,22 @@ def merge_workers(victims: Sequence[Victim]) -> list[Victim]:
     return [*(_merge(group) for group in groups), *(victim for victim in victims if id(victim) not in members)]
 
 
+def merge_mains(victims: Sequence[Victim], signals: Sequence[int]) -> list[Victim]:
+    """Return the victims, with the training processes that one of these signals ended merged into one for each."""
+    mains: dict[int | None, dict[ProcessKey, Victim]] = {}
+    for victim in victims:
+        if victim.signal in signals and victim.locus.role == "main":
+            mains.setdefault(victim.signal, {})[victim.main] = victim
+    merged = [victim for victim in victims if not any(victim in group.values() for group in mains.values())]
+    for group in mains.values():
+        first = next(iter(group.values()))
+        count = fact("victims_count", len(group), "training processes that ended so")
+        what = f"{len(group)} training processes (pids {listed(victim.locus.pid for victim in group.values())})"
+        is_one = len(group) == 1
+        merged.append(first if is_one else dataclasses.replace(first, what=what, evidence=(count, *first.evidence)))
+    return merged
+
+
 def _merge(group: Sequence[Victim]) -> Victim:
     example = next((victim for victim in group if victim.signal is not None), group[0])
     pids = listed(victim.locus.pid for victim in group)

@@ -6,6 +6,8 @@ import pytest
 from ended_runs import (
     COLLECTOR,
     DEATHS,
+    KILLED_MESSAGE,
+    WORKERS,
     deaths,
     end_run,
     end_training,
@@ -105,6 +107,40 @@ def test_the_command_timeout_is_named_where_the_training_raised_its_signal():
     assert (found.kind, found.severity) == ("killed", "warning")
     assert "`timeout` ended the command" in found.summary
     assert found.advice[0].text.startswith("Give `timeout` more time")
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_the_command_timeout_is_named_once_and_as_the_end_of_the_training(is_over):
+    """It sends its signal to the whole process group: to each rank, and to the workers."""
+    script = exception(training(), "RuntimeError", KILLED_MESSAGE.replace("Killed", "Terminated"))
+    died = {"loader": 0, "epoch": 0, "worker": 1, "worker_pid": WORKERS[1][1], "exit_code": -15, "last_index": 10}
+    script.event(script.now_seconds - 0.6, "worker-died", **died)
+    for rank in range(2):
+        key = ("node", 200 + rank, 8000)
+        script.event(START_SECONDS, "process-start", key, rank, parent_pid=MAIN[1])
+        script.event(script.now_seconds - 0.4, "exception", key, rank, type="SIGTERMException", message="")
+    if is_over:
+        seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+        script.event(START_SECONDS, "process-seen", COLLECTOR, **seen)
+    kinds = [(kind, role) for kind, role, *_ in deaths(end_run(script, 124))]
+    one_each = [("killed", "main"), ("killed", "main"), ("worker-killed", "worker")]
+    assert sorted(kinds) == ([("killed", "main")] if is_over else one_each)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(130, ""), (0, " The command went on, and ended with exit status 0.")]
+)
+def test_trainings_that_ctrl_c_ended_share_one_finding(status, words):
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    for number in range(3):
+        key = ("node", 200 + number, 8000)
+        script.event(START_SECONDS, "process-start", key, parent_pid=99)
+        script.event(START_SECONDS + 9, "exception", key, type="KeyboardInterrupt", message="")
+        script.event(START_SECONDS + 9.1, "process-exit", key, lost_count=0)
+    found = [one for one in diagnose(end_run(script, status).tables()).findings if one.kind in DEATHS]
+    told = f"3 training processes (pids 200, 201 and 202) ended by SIGINT.{words}"
+    assert [(one.severity, one.summary) for one in found] == [("info", told)]
 
 
 def test_the_command_timeout_is_named_before_the_first_step():
