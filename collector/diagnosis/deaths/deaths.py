@@ -41,7 +41,14 @@ from collector.diagnosis.deaths.lost_ranks import (
     reported_child,
 )
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
-from collector.diagnosis.deaths.victims import Victim, main_victim, merge_mains, merge_workers, worker_victim
+from collector.diagnosis.deaths.victims import (
+    Victim,
+    is_timed_out,
+    main_victim,
+    merge_mains,
+    merge_workers,
+    worker_victim,
+)
 from collector.diagnosis.loading.loaders import has_batches_left
 from collector.diagnosis.run.columns import SECOND_NS, origin_ns, sampled, whole
 from collector.diagnosis.run.exceptions import at_line, exception_of
@@ -54,8 +61,6 @@ from collector.units import counted
 
 #: Exit status by which shells stand for a signal, less its number.
 _SIGNAL_STATUS = 128
-#: Exit status of the command `timeout` (coreutils) once the time is over.
-_TIMEOUT_STATUS = 124
 #: Signals that programs handle to save their state and end -> the end of such a program.
 _EXITS: dict[int, catalogue.Death] = {
     **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
@@ -110,14 +115,7 @@ def _kills(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         oom = oom_victims(tables, [main_victim(life, key, None) for key in helpers])
     over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
     rest = [victim for victim in victims if victim not in (*oom, *bus, *over)]
-    is_over = _is_timed_out(life)
-    rest = [  # `timeout` sends SIGTERM to each process of its group
-        main_victim(life, victim.main, SIGTERM)
-        if is_over and victim.signal == SIGTERM and victim.locus.role == "worker" and not victim.went_on
-        else victim
-        for victim in rest
-    ]
-    rest = merge_mains(rest, (SIGINT, SIGTERM) if is_over else (SIGINT,))
+    rest = merge_mains(life, rest)
     return [
         *(oom_kill(tables, victim) for victim in merge_workers(oom)),
         *(bus_error(tables, victim) for victim in merge_workers(bus)),
@@ -147,7 +145,7 @@ def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
     cpu_time = _used_up_cpu_time(life.tables, victim)
     death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
     # torchrun and Lightning raise the signal as an exception.
-    if victim.signal == SIGTERM and victim.locus.role != "worker" and _is_timed_out(life):
+    if victim.signal == SIGTERM and victim.locus.role != "worker" and is_timed_out(life):
         death = catalogue.TIMED_OUT
     return death.finding(
         locus=victim.locus,
@@ -403,19 +401,13 @@ def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Findi
     return replace(finding, summary=shorten(finding.summary, _QUOTED_CHARACTERS, placeholder=" …"))
 
 
-def _is_timed_out(life: Lifecycle) -> bool:
-    """Return whether the command `timeout` ended the run, since its time was over."""
-    programs = life.programs.values()
-    return life.exit_status == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in programs)
-
-
 def _failed_exit(life: Lifecycle, code: int) -> list[Finding]:
     messages = [event for event in life.exit_messages if writer_of(event) in (*life.mains, life.command)]
     signal = code - _SIGNAL_STATUS
     status = messages[-1].get("status") if messages else None
     if messages and code == (status or 1) and signal not in _EXITS:
         return [_exit(life, messages[-1])]
-    is_over = _is_timed_out(life)
+    is_over = is_timed_out(life)
     keys = (*life.mains, *([life.command] if is_over and life.command else []))
     if not keys:
         return []

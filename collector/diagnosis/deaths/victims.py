@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGINT, SIGTERM
 
 from collector.diagnosis.deaths.dead_workers import DeadWorker
 from collector.diagnosis.run.columns import floats, sampled, whole, written
@@ -18,6 +19,8 @@ from collector.units import listed
 
 #: Killed workers of one loader above which they share one finding.
 _MAX_SEPARATE = 3
+#: Exit status of the command `timeout` (coreutils) once the time is over.
+_TIMEOUT_STATUS = 124
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +118,26 @@ def merge_workers(victims: Sequence[Victim]) -> list[Victim]:
     return [*(_merge(group) for group in groups), *(victim for victim in victims if id(victim) not in members)]
 
 
-def merge_mains(victims: Sequence[Victim], signals: Sequence[int]) -> list[Victim]:
-    """Return the victims, with the training processes that one of these signals ended merged into one for each."""
+def is_timed_out(life: Lifecycle) -> bool:
+    """Return whether the command `timeout` ended the run, since its time was over."""
+    programs = life.programs.values()
+    return life.exit_status == _TIMEOUT_STATUS and any(line.split()[0] == "timeout" for line in programs)
+
+
+def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
+    """Return the victims, with the training processes that Ctrl-C or `timeout` ended merged into one.
+
+    `timeout` sends SIGTERM to each process of its group. A worker that ended by it counts as its training process.
+    """
+    signals = {SIGINT}
+    if is_timed_out(life):
+        signals.add(SIGTERM)
+        followers = [
+            victim
+            for victim in victims
+            if victim.signal == SIGTERM and victim.locus.role == "worker" and not victim.went_on
+        ]
+        victims = [main_victim(life, one.main, SIGTERM) if one in followers else one for one in victims]
     mains: dict[int | None, dict[ProcessKey, Victim]] = {}
     for victim in victims:
         if victim.signal in signals and victim.locus.role == "main":
