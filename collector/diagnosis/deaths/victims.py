@@ -139,10 +139,12 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
         ]
         victims = [main_victim(life, one.main, SIGTERM) if one in followers else one for one in victims]
     mains: dict[int | None, dict[ProcessKey, Victim]] = {}
+    merged = []
     for victim in victims:
         if victim.signal in signals and victim.locus.role == "main":
             mains.setdefault(victim.signal, {})[victim.main] = victim
-    merged = [victim for victim in victims if not any(victim in group.values() for group in mains.values())]
+        else:
+            merged.append(victim)
     for group in mains.values():
         first = next(iter(group.values()))
         count = fact("victims_count", len(group), "training processes that ended so")
