@@ -34,6 +34,7 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.lost_ranks import (
     REPORTS_OF_A_CHILD,
+    exit_after,
     first_to_leave,
     is_final,
     is_own,
@@ -230,6 +231,8 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     own = [key for key, event in causes if is_own(life, event) and key not in (launches[-1][0], *life.mains)]
     if own and findings:
         findings = [_with_end_of_command(life, findings[0], own[0])]
+    if launches and (last_exit := exit_after(life, launches[-1][1])):
+        return [_exit(life, last_exit), *_survived_exceptions(life, dict(launches))]
     findings += _survived_exceptions(life, dict(launches[:-1]))
     code = life.exit_status
     if not (findings or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:

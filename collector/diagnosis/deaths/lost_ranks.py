@@ -106,6 +106,16 @@ def _is_late(life: Lifecycle, key: ProcessKey) -> bool:
     return rank is not None and bool(earlier) and not {rank, None} & set(earlier)
 
 
+def exit_after(life: Lifecycle, error: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the `sys.exit` of a training that began after an error, if the command ended with its status."""
+    for event in reversed(life.exit_messages):
+        key, status = writer_of(event), event.get("status") or 1
+        is_end = key in life.mains and key not in life.exceptions and status == life.exit_status
+        if is_end and _start_ns(life, key) > error["time_ns"] and not _is_late(life, key) and is_final(life, event):
+            return event
+    return None
+
+
 def is_final(life: Lifecycle, event: Mapping[str, Any]) -> bool:
     """Return whether a training did not go on after a call of `sys.exit`, as one does that catches it."""
     return iterations_within(life.tables, writer_of(event), event["time_ns"], math.inf) == 0

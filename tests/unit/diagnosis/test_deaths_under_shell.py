@@ -97,3 +97,21 @@ def test_the_command_s_own_error_after_a_trial_that_failed_is_its_end(kind, late
         assert found[1].summary.endswith("diverged. The command went on.")
     ending = "diverged. The command then ended at sweep.py:50, in main with KeyError: 'best'."
     assert found[0].summary.endswith(ending) == (kind == "KeyError" and not later_trial)
+
+
+@pytest.mark.parametrize(("status", "ends"), [(2, 201), (1, 200)])
+def test_a_training_that_called_sys_exit_after_another_one_raised_ended_the_command(status, ends):
+    """A shell passes on the status of its last program, or has one of its own."""
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    for number in range(2):
+        script.event(START_SECONDS + 12 * number, "process-start", ("node", 200 + number, 8000), parent_pid=99)
+    raised = {"type": "KeyError", "message": "'label'", "site": "/home/me/train.py:30, in main"}
+    script.event(START_SECONDS + 10, "exception", ("node", 200, 8000), **raised)
+    said = {"message": "exit status 2", "status": 2, "site": "/home/me/train.py:7, in main", "handled": None}
+    script.event(START_SECONDS + 40, "exit-message", ("node", 201, 8000), **said)
+    script.event(START_SECONDS + 40.1, "process-exit", ("node", 201, 8000), lost_count=0)
+    script.now_seconds = START_SECONDS + 60
+    found = [one for one in diagnose(end_run(script, status).tables()).findings if one.kind in DEATHS]
+    places = [(one.locus.pid, one.severity) for one in found]
+    assert places == ([(201, "critical"), (200, "warning")] if ends == 201 else [(200, "critical")])
