@@ -108,12 +108,13 @@ def _is_late(life: Lifecycle, key: ProcessKey) -> bool:
 
 def exit_after(life: Lifecycle, error: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `sys.exit` of a training that began after an error, if the command ended with its status."""
-    for event in reversed(life.exit_messages):
+    last: Mapping[str, Any] | None = None
+    for event in life.exit_messages:
         key, status = writer_of(event), event.get("status") or 1
         is_end = key in life.mains and key not in life.exceptions and status == life.exit_status
         if is_end and _start_ns(life, key) > error["time_ns"] and not _is_late(life, key) and is_final(life, event):
-            return event
-    return None
+            last = event
+    return last
 
 
 def is_final(life: Lifecycle, event: Mapping[str, Any]) -> bool:
