@@ -239,7 +239,7 @@ def _lacked_shared_memory(death: Finding) -> bool:
 def _fixed_first(death: Finding, leak: Finding | None, findings: list[Finding], grown: str) -> Finding:
     """Return a death with the advice to fix a leak first, or what that follows from, if there is one.
 
-    Its fault is that of the leak, which is unknown where another program may have filled /dev/shm.
+    Its fault is that of the leak. A `shm-leak` has none: another program may have filled /dev/shm.
     """
     if leak is None:
         return death

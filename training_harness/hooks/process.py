@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
@@ -54,12 +53,12 @@ def _find_rank(current: session.Session) -> None:
 def error_of_child() -> BaseException | None:
     """Return the exception that ends this child of multiprocessing, which prints it without calling sys.excepthook.
 
-    It is known while the finalizers run. A forked child also inherits an exception that its parent handles.
+    It is known while the finalizers run, up to Python 3.12. A forked child also inherits an exception that its
+    parent handles.
     """
     error = sys.exc_info()[1]
     trace = error.__traceback__ if error is not None else None
-    bootstrap = multiprocessing.process.BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
-    return error if trace is not None and trace.tb_frame.f_code is bootstrap else None
+    return error if trace is not None and trace.tb_frame.f_code.co_name == "_bootstrap" else None
 
 
 def _farewell_of_child(begun: session.Session) -> None:
@@ -67,7 +66,7 @@ def _farewell_of_child(begun: session.Session) -> None:
         error = error_of_child()
         if error is not None and session.active is begun:
             session.record_exception(type(error), error, error.__traceback__)
-    except Exception:  # of a message that cannot be read, say
+    except Exception:
         pass
     farewell(begun)
 

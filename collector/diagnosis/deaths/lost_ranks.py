@@ -45,13 +45,16 @@ def first_to_leave(life: Lifecycle, exception: Mapping[str, Any]) -> FirstToLeav
     is_of_group = is_of_collective(exception) if trains else exception.get("type") in REPORTS_OF_A_CHILD
     if not is_of_group and rank_of(life.tables, raiser) is None:
         return None
+    begun_ns = _start_ns(life, raiser)
     for event in life.exit_messages:
-        is_before = _start_ns(life, raiser) < event["time_ns"] < raised_ns
-        if is_before and writer_of(event) in peers and is_final(life, event):
-            return FirstToLeave(writer_of(event), exit=event)
+        key = writer_of(event)
+        is_peer = key in peers and (is_of_group or rank_of(life.tables, key) is not None)
+        if is_peer and begun_ns < event["time_ns"] < raised_ns and is_final(life, event):
+            return FirstToLeave(key, exit=event)
     if not is_of_group:
         return None
-    silent = [key for key in life.mains if key in peers and key not in life.recorded_exits]
+    last_seen_ns = {key: end_of(life.tables, *key[:2], key)[0] for key in peers - set(life.recorded_exits)}
+    silent = [key for key in life.mains if last_seen_ns.get(key, 0.0) >= begun_ns]  # no earlier training
     codes = life.exit_codes_by_launcher
     for key in silent:
         if (status := codes.get(key[:2], 0)) > 0:
@@ -61,11 +64,12 @@ def first_to_leave(life: Lifecycle, exception: Mapping[str, Any]) -> FirstToLeav
         return None
     # A launcher that names other ranks has ended this one; the error may be about a rank that was done.
     ended = (event["time_ns"] for key in peers for event in life.tables.events_of("process-exit", by=key))
-    is_explained = any(key[:2] in codes for key in life.mains) or any(time_ns < raised_ns for time_ns in ended)
+    is_explained = any(key[:2] in codes for key in life.mains) or any(
+        begun_ns < time_ns < raised_ns for time_ns in ended
+    )
     if is_explained or uneven_ranks(life.tables) is not None:
         return None
-    last_seen_ns, _ = end_of(life.tables, *silent[0][:2], silent[0])
-    return FirstToLeave(silent[0]) if last_seen_ns < raised_ns else None
+    return FirstToLeave(silent[0]) if last_seen_ns[silent[0]] < raised_ns else None
 
 
 def launches_of(
@@ -73,37 +77,45 @@ def launches_of(
 ) -> list[tuple[ProcessKey, Mapping[str, Any]]]:
     """Return the first exception of each launch, which starts its processes when the one before has failed.
 
-    A rank may begin after another one of its launcher has raised: it is part of that launch if its number is new.
+    A rank may begin after another one of its launcher has raised: it is part of that launch if its number is new,
+    and no other number begins again.
     An error of the command itself, which had gone on after that of a trial, counts as a launch.
     """
     firsts: list[tuple[ProcessKey, Mapping[str, Any]]] = []
     for key, event in causes:
-        is_later = bool(firsts) and _start_ns(life, key) > firsts[-1][1]["time_ns"] and not _is_late(life, key)
-        if not firsts or is_later or (is_own(life, event) and _has_gone_on(life, firsts[-1][1], event)):
+        if (
+            not firsts
+            or _begins_after(life, key, firsts[-1][1])
+            or (is_own(life, event) and _has_gone_on(life, firsts[-1][1], event))
+        ):
             firsts.append((key, event))
     return firsts
 
 
 def is_own(life: Lifecycle, event: Mapping[str, Any]) -> bool:
-    """Return whether an exception is one of the command, and no report of a child's."""
+    """Return whether an exception is one of the command, and does not report a child's failure."""
     is_report = event.get("type") in REPORTS_OF_A_CHILD or SPAWN_ERROR.search(str(event.get("message")))
     return writer_of(event) == life.command and not is_report
 
 
 def _has_gone_on(life: Lifecycle, trial: Mapping[str, Any], error: Mapping[str, Any]) -> bool:
-    """Return whether another training began, or ended normally, between the errors of a trial and the command."""
+    """Return whether another training began, or the command trained, between a trial's error and its own."""
+    begin_ns, end_ns = trial["time_ns"], error["time_ns"]
     others = {*life.mains} - {writer_of(trial), *life.exceptions}
-    signs = life.tables.events_of("process-start", "process-exit")
-    has_other = any(writer_of(e) in others and trial["time_ns"] < e["time_ns"] < error["time_ns"] for e in signs)
-    return has_other and rank_of(life.tables, writer_of(trial)) is None
+    starts = life.tables.events_of("process-start")
+    has_other = any(writer_of(event) in others and begin_ns < event["time_ns"] < end_ns for event in starts)
+    trains = iterations_within(life.tables, writer_of(error), begin_ns, end_ns) > 0
+    return (has_other or trains) and rank_of(life.tables, writer_of(trial)) is None
 
 
-def _is_late(life: Lifecycle, key: ProcessKey) -> bool:
-    """Return whether a process is a rank whose launcher started other ranks before, and none of its number."""
-    rank, begun_ns = rank_of(life.tables, key), _start_ns(life, key)
-    siblings = [one for one in life.mains if one != key and life.launcher(one) == life.launcher(key)]
-    earlier = [rank_of(life.tables, one) for one in siblings if _start_ns(life, one) < begun_ns]
-    return rank is not None and bool(earlier) and not {rank, None} & set(earlier)
+def _begins_after(life: Lifecycle, key: ProcessKey, error: Mapping[str, Any]) -> bool:
+    """Return whether a process began after an error, and not as a late rank of the same launch."""
+    if _start_ns(life, key) <= error["time_ns"]:
+        return False
+    siblings = [one for one in life.mains if life.launcher(one) == life.launcher(key)]
+    before = {rank_of(life.tables, one) for one in siblings if _start_ns(life, one) <= error["time_ns"]}
+    after = {rank_of(life.tables, one) for one in siblings if _start_ns(life, one) > error["time_ns"]}
+    return not before or None in before | after or bool(before & after)
 
 
 def exit_after(life: Lifecycle, error: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -112,7 +124,7 @@ def exit_after(life: Lifecycle, error: Mapping[str, Any]) -> Mapping[str, Any] |
     for event in life.exit_messages:
         key, status = writer_of(event), event.get("status") or 1
         is_end = key in life.mains and key not in life.exceptions and status == life.exit_status
-        if is_end and _start_ns(life, key) > error["time_ns"] and not _is_late(life, key) and is_final(life, event):
+        if is_end and _begins_after(life, key, error) and is_final(life, event):
             last = event
     return last
 

@@ -12,13 +12,15 @@ from collector.diagnosis.run.columns import floats, sampled, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.processes import last_memory, last_step, rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.diagnosis.run.training import step_at
+from collector.diagnosis.run.training import step_at, training_start_ns
 from collector.findings import Evidence, Locus, fact
 from collector.store import ProcessKey
 from collector.units import listed
 
 #: Killed workers of one loader above which they share one finding.
 _MAX_SEPARATE = 3
+#: Processes whose pids a sentence lists.
+_MOST_PIDS = 8
 #: Exit status of the command `timeout` (coreutils) once the time is over.
 _TIMEOUT_STATUS = 124
 
@@ -127,7 +129,8 @@ def is_timed_out(life: Lifecycle) -> bool:
 def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
     """Return the victims, with the training processes that Ctrl-C or `timeout` ended merged into one.
 
-    `timeout` sends SIGTERM to each process of its group. A worker that ended by it counts as its training process.
+    `timeout` sends SIGTERM to each process of its group. A worker that ended by it counts as its training process,
+    unless a training began after it.
     """
     signals = {SIGINT}
     if is_timed_out(life):
@@ -135,7 +138,10 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
         followers = [
             victim
             for victim in victims
-            if victim.signal == SIGTERM and victim.locus.role == "worker" and not victim.went_on
+            if victim.signal == SIGTERM
+            and victim.locus.role == "worker"
+            and not victim.went_on
+            and not any(training_start_ns(life.tables, key) > victim.gone_ns for key in life.mains)
         ]
         victims = [main_victim(life, one.main, SIGTERM) if one in followers else one for one in victims]
     mains: dict[int | None, dict[ProcessKey, Victim]] = {}
@@ -148,7 +154,8 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
     for group in mains.values():
         first = next(iter(group.values()))
         count = fact("victims_count", len(group), "training processes that ended so")
-        what = f"{len(group)} training processes (pids {listed(victim.locus.pid for victim in group.values())})"
+        pids = f" (pids {listed(victim.locus.pid for victim in group.values())})"
+        what = f"{len(group)} training processes{pids if len(group) <= _MOST_PIDS else ''}"
         is_one = len(group) == 1
         merged.append(first if is_one else dataclasses.replace(first, what=what, evidence=(count, *first.evidence)))
     return merged

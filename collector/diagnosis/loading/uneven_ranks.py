@@ -80,12 +80,14 @@ def batches_meanwhile(
 
 
 def _without_training(batches: pd.DataFrame, steps_ns: Floats) -> pd.DataFrame:
-    """Return the batches of loaders with a pass of several batches, and no step between those of any pass."""
+    """Return the batches of loaders with a pass of several batches, and no step from a pass to the next batch."""
     if batches.empty:
         return batches
     passes = batches.groupby(["loader", "epoch"])["time_ns"].agg(["min", "max"])
     firsts, lasts = floats(passes, "min"), floats(passes, "max")
-    has_step = np.searchsorted(steps_ns, lasts) > np.searchsorted(steps_ns, firsts)
+    times = floats(batches, "time_ns")
+    nexts = np.append(times, np.inf)[np.searchsorted(times, lasts, side="right")]
+    has_step = np.searchsorted(steps_ns, nexts) > np.searchsorted(steps_ns, firsts)
     loaders = passes.index.get_level_values("loader")
     evaluating = set(loaders[lasts > firsts]) - set(loaders[has_step])
     return batches[batches["loader"].isin(evaluating)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from ended_runs import DEATHS, end_run
-from simulated_runs import MIB, START_SECONDS, Script, sample_process
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, jittered, sample_process, simulate
 
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN
@@ -112,6 +112,51 @@ def test_a_rank_that_ended_normally_before_the_error_may_be_the_one_that_was_los
     script.event(START_SECONDS + 8, "process-exit", RANKS[1], 1, lost_count=0)
     found, _ = death(script.event(START_SECONDS + 9, "exception", RANKS[0], 0, type="OSError", message=LOST_PEER))
     assert (found.kind, found.locus.rank) == ("crashed", 0)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_training_that_ended_before_the_ranks_began_changes_nothing(is_silent):
+    script = ranks()
+    before = ("node", 150, 5000)
+    script.event(START_SECONDS - 9, "process-start", before, parent_pid=LAUNCHER[1])
+    for rank in RANKS[: 2 if is_silent else 1]:
+        script.event(START_SECONDS + 9, "exception", rank, rank[1] - 200, type="RuntimeError", message=LOST_PEER)
+    if not is_silent:
+        script.event(START_SECONDS - 5, "process-exit", before, lost_count=0)
+    found, _ = death(script)
+    assert (found.kind, found.locus.rank) == (("crashed", 0) if is_silent else ("killed", 1))
+
+
+def test_an_evaluation_that_called_sys_exit_is_not_the_cause_of_the_error_of_a_rank():
+    script, evaluation = ranks(), ("node", 300, 9000)
+    script.event(START_SECONDS, "process-start", evaluation, parent_pid=RANKS[0][1])
+    said = {"message": "exit status 2", "status": 2, "site": "/home/me/evaluate.py:7, in main", "handled": None}
+    script.event(START_SECONDS + 5, "exit-message", evaluation, **said)
+    script.event(START_SECONDS + 50, "exception", RANKS[0], 0, type="ValueError", message="NaN")
+    assert "NaN" in death(script)[0].summary
+
+
+def test_a_launch_of_more_ranks_after_a_failed_one_is_another_launch():
+    script = ranks()
+    for rank in range(4):
+        script.event(START_SECONDS + 9, "process-start", ("node", 400 + rank, 9000), rank, parent_pid=LAUNCHER[1])
+    script.event(START_SECONDS + 5, "exception", RANKS[1], 1, type="ValueError", message="first")
+    script.event(START_SECONDS + 20, "exception", ("node", 403, 9000), 3, type="ValueError", message="second")
+    verdict = diagnose(end_run(script, 1).tables())
+    found = {f.severity: f.summary for f in verdict.findings if f.kind == "crashed"}
+    assert "second" in found["critical"]
+    assert "first" in found["warning"]
+
+
+def test_a_command_that_trained_on_after_a_child_failed_ended_by_its_own_error():
+    script = simulate(workers=0, prefetch=2, service=jittered(0.1), consumer=jittered(0.1), batches=60)
+    child = ("node", 300, 9000)
+    script.event(START_SECONDS + 1, "process-start", child, parent_pid=MAIN[1])
+    script.event(START_SECONDS + 2, "exception", child, type="KeyError", message="'label'")
+    script.event(script.now_seconds, "exception", type="ValueError", message="the loss is no number")
+    verdict = diagnose(end_run(script, 1).tables())
+    found = {f.severity: f.summary for f in verdict.findings if f.kind == "crashed"}
+    assert "the loss is no number" in found["critical"]
 
 
 def test_a_rank_that_begins_after_another_one_raised_is_part_of_the_same_launch():
