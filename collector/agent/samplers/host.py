@@ -81,8 +81,10 @@ class HostSampler:
         if levels is not None and total_bytes is not None:
             binding = find_binding(levels, total_bytes)
             memory = read_memory(levels, binding)
-            if memory is not None:  # A group that is gone says nothing, and its parent's limit is another one.
+            if memory is not None:
                 self._memory, self.limit = memory, self._limit(levels, binding) or self.limit
+            else:  # A group that is gone counts no kill, and its parent's limit is another one.
+                self._memory = {**self._memory, "cgroup_oom_kill_count": None}
         return {
             "memory_total_bytes": total_bytes,
             "memory_available_bytes": kibibytes(meminfo, b"MemAvailable:"),
