@@ -56,7 +56,7 @@ from collector.diagnosis.run.exceptions import at_line, exception_of
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_memory, last_step, message_lines, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.findings import Evidence, Finding, Locus, extended, fact
+from collector.findings import Advice, Evidence, Finding, Locus, extended, fact
 from collector.store import ProcessKey
 from collector.units import counted
 
@@ -359,24 +359,22 @@ def _with_child(life: Lifecycle, finding: Finding, key: ProcessKey, event: Mappi
     child = reported_child(life, event)
     if child is None or life.raiser(key) != key:
         return finding
-    error = exception_of(life, child)
-    headline = shorten(error.headline, _QUOTED_CHARACTERS, placeholder=" …").rstrip(".")
-    advice = replace(
-        catalogue.EXCEPTION.advice[0], text=catalogue.EXCEPTION.advice[0].text.format(host=child[0], pid=child[1])
-    )
-    return extended(
-        replace(finding, summary=f"{finding.summary.rstrip('.')}."),
-        f"{sentence(life.name(child))} had ended{error.site} with {headline}.",
-        advice=(advice,),
-    )
+    read_traceback = catalogue.EXCEPTION.advice[0]
+    advice = replace(read_traceback, text=read_traceback.text.format(host=child[0], pid=child[1]))
+    return _with_error(life, finding, f"{sentence(life.name(child))} had", child, advice)
 
 
 def _with_end_of_command(life: Lifecycle, finding: Finding, key: ProcessKey) -> Finding:
     """Return the finding on a child that raised, with the error by which the command ended later."""
+    return _with_error(life, finding, "The command then", key)
+
+
+def _with_error(life: Lifecycle, finding: Finding, who: str, key: ProcessKey, *advice: Advice) -> Finding:
+    """Return a finding with a sentence on the exception that ended another process; `who` begins it."""
     error = exception_of(life, key)
     headline = shorten(error.headline, _QUOTED_CHARACTERS, placeholder=" …").rstrip(".")
     finding = replace(finding, summary=f"{finding.summary.rstrip('.')}.")
-    return extended(finding, f"The command then ended{error.site} with {headline}.")
+    return extended(finding, f"{who} ended{error.site} with {headline}.", advice=advice)
 
 
 def _exit(life: Lifecycle, event: Mapping[str, Any], went_on: str = "") -> Finding:

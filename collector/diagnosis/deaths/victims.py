@@ -129,21 +129,12 @@ def is_timed_out(life: Lifecycle) -> bool:
 def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
     """Return the victims, with the training processes that Ctrl-C or `timeout` ended merged into one.
 
-    `timeout` sends SIGTERM to each process of its group. A worker that ended by it counts as its training process,
-    unless a training began after it.
+    `timeout` sends SIGTERM to each process of its group: a worker that ended by it counts as its training process.
     """
     signals = {SIGINT}
     if is_timed_out(life):
         signals.add(SIGTERM)
-        followers = [
-            victim
-            for victim in victims
-            if victim.signal == SIGTERM
-            and victim.locus.role == "worker"
-            and not victim.went_on
-            and not any(training_start_ns(life.tables, key) > victim.gone_ns for key in life.mains)
-        ]
-        victims = [main_victim(life, one.main, SIGTERM) if one in followers else one for one in victims]
+        victims = [main_victim(life, one.main, SIGTERM) if _ended_with_main(life, one) else one for one in victims]
     mains: dict[int | None, dict[ProcessKey, Victim]] = {}
     merged = []
     for victim in victims:
@@ -159,6 +150,13 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
         is_one = len(group) == 1
         merged.append(first if is_one else dataclasses.replace(first, what=what, evidence=(count, *first.evidence)))
     return merged
+
+
+def _ended_with_main(life: Lifecycle, victim: Victim) -> bool:
+    """Return whether SIGTERM ended a worker whose training did not go on, and no training began after it."""
+    if victim.signal != SIGTERM or victim.locus.role != "worker" or victim.went_on:
+        return False
+    return not any(training_start_ns(life.tables, key) > victim.gone_ns for key in life.mains)
 
 
 def _merge(group: Sequence[Victim]) -> Victim:
