@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from collector.diagnosis.deaths.last_minute import earlier_workers, last_states, to_records
-from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.loading.loaders import loops, samples_of
 from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
@@ -308,7 +308,7 @@ def _throughput(tables: RunTables) -> Throughput:
     batch, step = (lifecycle_of(tables).of_last_attempt(tables.stream(name)) for name in ("batch", "step"))
     loaders = training_loaders(tables)
     training_batch = _batches_of(batch, loaders)
-    samples = floats(training_batch, "samples_count")
+    samples = samples_of(tables, training_batch)
     return {
         "steps_per_second": _per_second(step, np.ones(len(step)), per_rank=True),
         "batches_per_second": _per_second(batch, np.ones(len(batch))),

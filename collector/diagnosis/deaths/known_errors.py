@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collector.diagnosis.deaths.catalogue import READER_GONE
-from collector.diagnosis.loading.loaders import living_workers, loader_settings
+from collector.diagnosis.loading.loaders import awaited_batch, living_workers, loader_settings
 from collector.diagnosis.loading.uneven_ranks import batches_meanwhile, uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
@@ -164,8 +164,13 @@ def _timeout(raised: _Raised) -> Cause:
     )
     if not math.isfinite(longest):
         return Cause(advice=(stacks,))
+    late = awaited_batch(raised.tables, raised.key)
+    what = "made, and which did not arrive" if late and late.is_made else "had not made"
+    which = (
+        f" It waited for batch {late.index}, which worker {late.worker} (pid {late.pid}) {what}." if late else ""
+    )
     return Cause(
-        sentence=f" No batch took its worker longer than {duration(longest)} before.",
+        sentence=f"{which} No batch took its worker longer than {duration(longest)} before.",
         advice=(stacks,),
         evidence=(fact("longest_fetch_seconds", round(longest, 4), "run", n=len(fetches)),),
     )

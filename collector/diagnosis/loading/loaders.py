@@ -230,6 +230,22 @@ def joined_batches(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
     return _join_loaders(written(tables, "batch", key), recreated_loaders(tables, key))
 
 
+def samples_of(tables: RunTables, batches: pd.DataFrame) -> Floats:
+    """Return the samples of each of these rows of `batch`; NaN where neither the loop nor a worker counted them.
+
+    A worker that collates what an iterable dataset yields knows how many samples a batch has, the loop does not.
+    """
+    counts = floats(batches, "samples_count")
+    if np.isfinite(counts).all():
+        return counts
+    keys = ["host", "loader", "epoch", "index"]
+    made = _with_owner(tables)[[*keys, "owner_pid", "samples_count"]].dropna()
+    made = made.drop_duplicates([*keys, "owner_pid"], keep=False)
+    asked = batches[keys].assign(owner_pid=floats(batches, "pid"))
+    by_workers = floats(asked.merge(made, how="left", on=[*keys, "owner_pid"]), "samples_count")
+    return np.where(np.isfinite(counts), counts, by_workers)
+
+
 class Epoch(NamedTuple):
     """The start of an epoch: its event, its training process and loader, and its workers by number."""
 
@@ -255,6 +271,38 @@ def epochs_of(tables: RunTables) -> list[Epoch]:
         for event in tables.events_of("epoch-start")
         if (loader := whole(event.get("loader"))) is not None
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitedBatch:
+    """The batch that a loop waits for, its worker, and whether the worker recorded that it is made."""
+
+    index: int
+    worker: int
+    pid: int
+    is_made: bool
+
+
+def awaited_batch(tables: RunTables, key: ProcessKey) -> AwaitedBatch | None:
+    """Return the batch that follows the last one of a training process; None if the records leave it open.
+
+    The workers take turns (torch/utils/data/dataloader.py, `_try_put_index`), until one of them has no more.
+    """
+    epoch = next((one for one in reversed(epochs_of(tables)) if one.main == key and one.pids), None)
+    if epoch is None or loader_settings(tables).get((key, epoch.loader), {}).get("in_order") is False:
+        return None
+    had, made = (
+        rows[(rows["loader"] == epoch.loader) & (rows["epoch"] == epoch.event["epoch"])]
+        for rows in (written(tables, "batch", key), tables.stream("fetch"))
+    )
+    made = made[(made["host"] == key[0]) & made["pid"].isin(epoch.pids.values())]
+    if (floats(made, "index") % len(epoch.pids) != floats(made, "worker")).any():
+        return None
+    index = int(np.nanmax(floats(had, "index"), initial=-1)) + 1
+    worker = index % len(epoch.pids)
+    return AwaitedBatch(
+        index=index, worker=worker, pid=epoch.pids[worker], is_made=bool((made["index"] == index).any())
+    )
 
 
 def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:

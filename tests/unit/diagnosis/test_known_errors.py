@@ -298,6 +298,16 @@ def test_slow_batches_before_a_timeout_are_told():
     assert 0.01 < found.value_of("longest_fetch_seconds") < 0.02
 
 
+@pytest.mark.parametrize(("made", "what"), [(47, "had not made"), (48, "made, and which did not arrive")])
+def test_worker_whose_batch_a_timeout_ended_the_wait_for_is_named(made, what):
+    script = training()
+    script.parts["batch"] = [rows[rows["index"] < 48] for rows in script.parts["batch"]]
+    script.parts["fetch"] = [rows[rows["index"] <= made] for rows in script.parts["fetch"]]
+    exception(script, "RuntimeError", "DataLoader timed out after 5 seconds")
+    (found, *_) = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings
+    assert f"It waited for batch 48, which worker 0 (pid {WORKERS[0][1]}) {what}." in found.summary
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_exception_of_a_worker_that_has_not_started_is_the_cause(trains):
     script = exception(training(), "RuntimeError", "DataLoader worker (pid(s) 1001) exited unexpectedly")

@@ -200,6 +200,24 @@ def test_validation_alone_is_no_training_loader():
     assert diagnose(script.tables()).summary["throughput"]["samples_per_second"] is None
 
 
+def test_samples_that_only_the_workers_counted_are_those_of_their_batches():
+    """The loop does not know how many samples of an iterable dataset a batch has, its workers do."""
+    script = simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.02),
+        consumer=jittered(0.05),
+        batches=60,
+        persistent=False,
+        epochs=2,
+    )
+    script.parts["batch"] = [rows.assign(samples_count=np.nan) for rows in script.parts["batch"]]
+    throughput = diagnose(script.tables()).summary["throughput"]
+    assert throughput["samples_per_second"] == pytest.approx(8 * throughput["batches_per_second"])
+    script.parts["fetch"] = [rows.assign(samples_count=np.nan) for rows in script.parts["fetch"]]
+    assert diagnose(script.tables()).summary["throughput"]["samples_per_second"] is None
+
+
 def test_findings_name_loaders_by_their_variable_line_and_dataset():
     settings = {"file": "/home/ann/main.py", "line": 37, "variable": "train_loader", "dataset": "ImageFolder"}
     script = simulate(
