@@ -90,10 +90,9 @@ class RiseAtOccasions:
 
     def facts(self, unit: str) -> tuple[Evidence, ...]:
         """Return the rise at each, and its share of the growth, as evidence."""
-        window = f"{self.count} times"
         return (
-            fact(f"rise_each_time_{unit}", round(self.rise), window, unit=unit, n=self.count),
-            fact("rise_at_these_times_ratio", round(min(self.ratio, 1.0), 4), window, n=self.count),
+            fact(f"rise_each_time_{unit}", round(self.rise), self.words, unit=unit, n=self.count),
+            fact("rise_at_these_times_ratio", round(min(self.ratio, 1.0), 4), self.words, n=self.count),
         )
 
     def advice(self) -> tuple[Advice, ...]:

@@ -474,7 +474,7 @@ def waits_in_words(steady: Pace) -> str:
     transfer_ratio = steady.wait_ratio - steady.starved_ratio
     if transfer_ratio < _TRANSFER_RATIO:
         return f"{percent(steady.wait_ratio)} of its time"
-    parts = f"{percent(steady.starved_ratio)} until a batch is made, {percent(transfer_ratio)} for its transfer"
+    parts = f"{percent(steady.starved_ratio)} for a batch to be made, {percent(transfer_ratio)} for it to arrive"
     return f"{percent(steady.wait_ratio)} of its time ({parts})"
 
 
