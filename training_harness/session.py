@@ -163,7 +163,7 @@ def record_exit_message(message: object, caller: FrameType) -> None:
         text = str(message) if status is None else f"exit status {status}"
         error = sys.exc_info()[1]
         is_known = error is not None and not isinstance(error, SystemExit)
-        handled = _without_middle(f"{type(error).__name__}: {error}") if is_known else None
+        handled = _without_middle(f"{type(error).__name__}: {message_of(error)}") if is_known else None
         fields = {"message": _without_middle(text), "status": status, "site": site, "handled": handled}
         session.events.append("exit-message", **fields)
 
@@ -172,17 +172,28 @@ def _described(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> dict[str, str | None]:
     text = "".join(traceback.format_exception(kind, error, trace))
-    message, first = str(error), error
+    message, first = message_of(error), error
     while isinstance(first, BaseExceptionGroup):  # as of asyncio.TaskGroup, whose own message has no cause
         first = first.exceptions[0]
     if first is not error:
-        message, trace = f"{message}, first {type(first).__name__}: {first}", first.__traceback__ or trace
+        message, trace = (
+            f"{message}, first {type(first).__name__}: {message_of(first)}",
+            first.__traceback__ or trace,
+        )
     return {
         "type": kind.__name__,
         "message": _without_middle(message),
         "site": site_of(trace),
         "traceback": text[-_TRACEBACK_CHARACTERS:],
     }
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error, or what `traceback` prints in its place if its `str()` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def _without_middle(message: str) -> str:

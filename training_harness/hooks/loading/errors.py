@@ -42,7 +42,7 @@ class LoaderErrors:
 
     def note(self, current: session.Session, loader: int, error: BaseException) -> None:
         """Count an exception of a loader, and record the count if it is due."""
-        text = str(error)
+        text = session.message_of(error)
         if not isinstance(error, Exception) or text.startswith(_DEAD_WORKER):
             return
         wrapped = _FROM_WORKER.search(text)
