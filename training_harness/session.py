@@ -14,6 +14,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -162,8 +163,9 @@ def record_exit_message(message: object, caller: FrameType) -> None:
         status = message & 0xFF if isinstance(message, int) else None
         text = str(message) if status is None else f"exit status {status}"
         error = sys.exc_info()[1]
-        is_known = error is not None and not isinstance(error, SystemExit)
-        handled = _without_middle(f"{type(error).__name__}: {message_of(error)}") if is_known else None
+        handled = None
+        if error is not None and not isinstance(error, SystemExit):
+            handled = _without_middle(f"{type(error).__name__}: {message_of(error)}")
         fields = {"message": _without_middle(text), "status": status, "site": site, "handled": handled}
         session.events.append("exit-message", **fields)
 
@@ -176,10 +178,8 @@ def _described(
     while isinstance(first, BaseExceptionGroup):  # as of asyncio.TaskGroup, whose own message has no cause
         first = first.exceptions[0]
     if first is not error:
-        message, trace = (
-            f"{message}, first {type(first).__name__}: {message_of(first)}",
-            first.__traceback__ or trace,
-        )
+        message = f"{message}, first {type(first).__name__}: {message_of(first)}"
+        trace = first.__traceback__ or trace
     return {
         "type": kind.__name__,
         "message": _without_middle(message),
@@ -190,10 +190,10 @@ def _described(
 
 def message_of(error: BaseException) -> str:
     """Return the message of an error, or what `traceback` prints in its place if its `str()` raises."""
-    try:
-        return str(error)
-    except Exception:
-        return "<exception str() failed>"
+    for _ in range(2):  # torch's handler of SIGCHLD raises anywhere, once, when a worker was killed
+        with suppress(Exception):
+            return str(error)
+    return "<exception str() failed>"
 
 
 def _without_middle(message: str) -> str:
