@@ -95,7 +95,7 @@ class Agent:
         self._hangs = HangWatch(run.journal_dir, identity.host, self._roles)
         self._dumps = RecorderDumps(_PROC)
         self._programs = ProgramLog(str(run.path.absolute()), _PROC)
-        self._host = HostSampler(command.pid if command else self.key.pid)
+        self._host = HostSampler(command.pid if command else None)
         self._limit: MemoryLimit | None = None
         self._devices = find_devices()
         self._pids_before = frozenset[int]()

@@ -50,13 +50,13 @@ class HostSampler:
     stay in the samples, since they show why the command died.
 
     Args:
-        pid: the process whose limits count; the collector itself if no command is known.
+        pid: the process whose limits count; None until one is known: the collector may be in another container.
         root: root of the file system; a test can lay out its own tree.
         affinity: returns the cores that a process may use (sched_getaffinity(2)).
     """
 
     def __init__(
-        self, pid: int, *, root: Path = Path("/"), affinity: Callable[[int], Set[int]] = os.sched_getaffinity
+        self, pid: int | None, *, root: Path = Path("/"), affinity: Callable[[int], Set[int]] = os.sched_getaffinity
     ) -> None:
         #: The process whose limits count.
         self.pid = pid
@@ -65,7 +65,7 @@ class HostSampler:
         self._view = View(str(root), "self")
         #: The group whose memory limit binds; None without a limit.
         self.limit: MemoryLimit | None = None
-        self._found_for: tuple[int, bytes] = (pid, b"")
+        self._found_for: tuple[int | None, bytes] = (pid, b"")
         self._levels: dict[str, Levels | None] = {}
         self._memory = _UNKNOWN
         self._cores_count: float | None = None
@@ -102,6 +102,8 @@ class HostSampler:
 
     def _find_groups(self) -> None:
         """Find the process's groups while it lives: version 1 shows a zombie in the root group."""
+        if self.pid is None:
+            return
         membership = read_file(f"{self._root}/proc/{self.pid}/cgroup")
         stat = read_stat(f"{self._root}/proc", self.pid)
         if membership is None or stat is None or stat.has_ended or (self.pid, membership) == self._found_for:
@@ -134,7 +136,7 @@ class HostSampler:
 
     def _usable_cores(self) -> float | None:
         try:
-            cores_count = float(len(self._affinity(self.pid)))
+            cores_count = float(len(self._affinity(self.pid or 0)))
         except OSError:  # The command has ended.
             return self._cores_count
         levels = self._levels.get("cpu")
@@ -146,7 +148,7 @@ class HostSampler:
         """Return how many of the command's cores were busy since the last sample (/proc/stat, proc_stat(5))."""
         before, self._ticks = self._ticks, core_ticks(self._read("stat"))
         try:
-            names = [b"cpu%d" % core for core in self._affinity(self.pid)]
+            names = [b"cpu%d" % core for core in self._affinity(self.pid or 0)]
         except OSError:  # The command has ended.
             return None
         spans = [
