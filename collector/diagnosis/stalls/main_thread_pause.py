@@ -181,15 +181,34 @@ def _regular_pauses(
 ) -> list[Finding]:
     """Find pauses at regular distances; `work` and `other_ns` are without the time of saves.
 
+    They are sought in the whole steps, else in the time outside forward, backward and optimizer alone: steps that
+    other programs make longer at random would hide them.
+    """
+    outside = np.nan_to_num(floats(steps, "other_ns"))
+    found = (_pauses_in(tables, steps, work, lengths, main, has_save=has_save) for lengths in (work, outside))
+    return next(filter(None, found), [])
+
+
+def _pauses_in(
+    tables: RunTables,
+    steps: pd.DataFrame,
+    work: Floats,
+    lengths: Floats,
+    main: ProcessKey,
+    *,
+    has_save: npt.NDArray[np.bool_],
+) -> list[Finding]:
+    """Find regular pauses in the steps or in a part of each.
+
     The CPU time and the samples of a step are those of its save too, and do not show whether the rest waits.
     """
     usual, starts = float(np.median(work)), _has_epoch_start(tables, steps, main)
-    at = _long_steps(tables, steps, work, main, starts)
+    at = _long_steps(tables, steps, lengths, 0.5 * usual, main, starts)
     if not _MIN_PAUSES <= len(at) <= _MOST_PAUSES * len(steps):
         return []
     distance = float(np.median(np.diff(at)))
     regular = _regular_ratio(at, distance, starts)
-    seconds = float((work[at] - usual).sum()) / SECOND_NS
+    seconds = float((lengths[at] - np.median(lengths)).sum()) / SECOND_NS
     times = floats(steps, "time_ns")
     loss = Loss.of(tables, seconds, len(at), (times[0], times[-1]))
     phase, share = _phase(steps, at, seconds)
@@ -357,18 +376,23 @@ def _regular_ratio(at: npt.NDArray[np.intp], distance: float, is_left_out: npt.N
 
 
 def _long_steps(
-    tables: RunTables, steps: pd.DataFrame, work: Floats, main: ProcessKey, is_left_out: npt.NDArray[np.bool_]
+    tables: RunTables,
+    steps: pd.DataFrame,
+    lengths: Floats,
+    least_excess: float,
+    main: ProcessKey,
+    is_left_out: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.intp]:
-    """Return the places of steps that take far longer than usual, for no reason that is known."""
-    usual = float(np.median(work))
-    is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
+    """Return the places of steps of which this part takes far longer than usual, for no reason that is known."""
+    usual = float(np.median(lengths))
+    is_pause = lengths > usual + max(_NOISE_SPREADS * spread(lengths), least_excess)
     # More passes of the model than usual are a rollout or an evaluation, and no pause.
     passes = floats(steps, "passes_count")
     is_pause &= ~(is_left_out | (passes > np.nan_to_num(median(passes), nan=np.inf)))
     again = [event for event in tables.events_of("compilation", by=main) if event["reason"] is not None]
     is_pause &= ns_in(again, steps) == 0
     at = np.flatnonzero(is_pause)
-    excess = work[at] - usual
+    excess = lengths[at] - usual
     while len(at) >= _MIN_PAUSES:
         is_long = excess >= _LEAST_PAUSE * _most_time(excess)  # others are somewhat longer by chance
         if is_long.sum() >= _MIN_PAUSES:

@@ -39,6 +39,23 @@ def test_regular_pauses_stand_out_from_many_steps_that_other_programs_lengthen(l
     assert pause.summary.startswith("Every 50 steps training pauses for 1 s")
 
 
+def test_regular_pauses_stand_out_from_longer_steps_that_other_programs_make_at_random():
+    """One step in 30 takes as much longer as a pause, in the backward pass."""
+    late = set(np.random.default_rng(0).choice(800, 27, replace=False))
+
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + 0.05 * (k % 40 == 0) + 0.06 * (k in late)
+
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
+    for part in script.parts["step"]:
+        moved = np.where(np.isin(part["step"], [*late]), 60e6, 0.0)
+        part["other_ns"] = part["other_ns"] - moved
+        part["backward_ns"] = part.get("backward_ns", 0.0) + moved
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert pause.summary.startswith("Every 40 steps training pauses for 50")
+    assert pause.locus.stage == "other"
+
+
 def test_pauses_that_fall_on_the_start_of_some_epochs_are_regular():
     """Epochs of 100 steps, and a pause every 25 steps: each fourth is in the step in which an epoch starts."""
 
