@@ -163,12 +163,15 @@ class Slow(torch.utils.data.Dataset):
 def ahead():
     batches = queue.Queue(2)
 
-    def load():
-        for batch in DataLoader(Slow(), batch_size=4):
+    def load(source):
+        for batch in source:
             batches.put(batch)
         batches.put(None)
 
-    threading.Thread(target=load).start()
+    # Generators such as BackgroundGenerator get an iterator that the training's own thread has made.
+    source = DataLoader(Slow(), batch_size=4)
+    source = iter(source) if "iterator" in sys.argv else source
+    threading.Thread(target=load, args=(source,)).start()
     return iter(batches.get, None)
 
 def train():
@@ -190,8 +193,9 @@ else:
 """
 
 
-def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_text):
-    run = run_text(THREADS)
+@pytest.mark.parametrize("arguments", [(), ("iterator",)])
+def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_text, arguments):
+    run = run_text(THREADS, *arguments)
     step = run.table("step")
     assert len(step) == 20
     assert step.data_wait_ns.isna().all(), (
