@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import epochs_of, recreated_loaders
+from collector.diagnosis.loading.loaders import epochs_of, recreated_loaders, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import (
     FULL_RATIO,
@@ -27,6 +27,7 @@ from collector.diagnosis.memory.exhaustion import (
 from collector.diagnosis.memory.leak import CONFIRMED, GrowingUse, Use, leak_finding, rise_since, young_finding
 from collector.diagnosis.run.columns import (
     PROCESS,
+    SECOND_NS,
     by_process,
     floats,
     last,
@@ -146,7 +147,10 @@ def _judge(tables: RunTables, process: _Process) -> list[Finding]:
     leak = leak_finding(resource, growing, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
     course = Course(what=what, resource=resource, growing=replace(growing, use=use), limit=process.limit)
-    return [leak, exhaustion_finding(course)] if process.used_ratio and course.is_relevant else [leak]
+    is_risk = process.used_ratio and course.is_relevant
+    if is_risk and process.is_worker:  # a worker that ends with its epoch closes its files
+        is_risk = course.headroom < trend.slope * _longest_life_seconds(tables, process)
+    return [leak, exhaustion_finding(course)] if is_risk else [leak]
 
 
 def _full(process: _Process) -> list[Finding]:
@@ -216,6 +220,22 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
         replaced |= {pid: float(event["time_ns"]) for pid in newest.get(place, ()) if pid not in pids}
         newest[place] = pids
     return replaced
+
+
+def _longest_life_seconds(tables: RunTables, worker: _Process) -> float:
+    """Return how long the workers of a worker's loader lived until others took their places; inf if none did."""
+    host, pid, _ = worker.key
+    slot = worker_slots(tables).get((host, pid))
+    if slot is None:
+        return math.inf
+    main, own_loader, _ = slot
+    one_loop, replaced = recreated_loaders(tables, main), _replaced_ns(tables, host, main)
+    begins: dict[int, float] = {}
+    for event, key, loader, workers in epochs_of(tables):
+        if key == main and one_loop.get(loader, loader) == one_loop.get(own_loader, own_loader):
+            begins |= {one: float(event["time_ns"]) for one in workers.values() if one not in begins}
+    lives = (replaced[one] - begin for one, begin in begins.items() if one in replaced)
+    return max(lives, default=math.inf) / SECOND_NS
 
 
 def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:

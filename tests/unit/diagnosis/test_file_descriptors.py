@@ -155,6 +155,28 @@ def restarts(*, are_kept, batch=0):
     return script
 
 
+def test_files_that_workers_close_with_their_epoch_do_not_run_out():
+    """Two epochs of 30 s, whose workers open one file in each half second: far fewer than 1,024 in an epoch."""
+
+    def script(*, epochs):
+        loading = {"workers": 2, "prefetch": 2, "service": jittered(0.2), "consumer": jittered(0.25)}
+        made = simulate(**loading, batches=228 // epochs, epochs=epochs, persistent=False)
+        events = [event for event in made.events if event["kind"] == "epoch-start"]
+        begins = [event["time_ns"] / 1e9 for event in events]
+        for begin, end, event in zip(begins, [*begins[1:], np.inf], events, strict=True):
+            seconds = SECONDS[(begin <= SECONDS) & (end > SECONDS)]
+            held, opened = np.full(len(seconds), 30 * MIB), 12.0 + np.arange(len(seconds))
+            for worker, pid in enumerate(event["worker_pids"]):
+                slot = {"worker": worker, "loader": 0, "fd_count": opened, "fd_limit_count": opened * 0 + 1024}
+                sample_process(
+                    made, seconds, ("node", pid, 6000 + pid), ROLE_WORKER, private=held, rss=held, **slot
+                )
+        return made
+
+    assert kinds(script(epochs=2)) == ["fd-leak"]
+    assert kinds(script(epochs=1)) == ["fd-leak", "fd-exhaustion-risk"], "how long its workers live is not known"
+
+
 def test_workers_of_iterators_that_are_kept_are_a_leak():
     (leak,) = (finding for finding in findings_of(restarts(are_kept=True)) if finding.kind == "fd-leak")
     assert leak.severity == "warning"
