@@ -25,6 +25,7 @@ EventKind = Literal[
     "loader-set",
     "setting-asked",
     "epoch-start",
+    "loads-ahead",
     "workers-ended",
     "worker-start",
     "worker-ready",
@@ -209,6 +210,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("worker_pids", "list", "process ids of the workers, in the order of their worker ids"),
         Field("begun_ns", "int", "CLOCK_MONOTONIC before the workers were started"),
     ),
+    "loads-ahead": _event(_TRAINING, "another thread than the one that trains takes its batch; once", _LOADER),
     "workers-ended": _event(
         _TRAINING,
         "an iterator has shut its workers down",

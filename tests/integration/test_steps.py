@@ -204,6 +204,8 @@ def test_waits_for_a_thread_that_loads_ahead_are_time_outside_the_step(run_text,
     assert (step.forward_ns[3:] < 20 * MS).all()
     assert step.other_ns[3:].median() >= 30 * MS
     assert step.batches_count.sum() in (22, 24)
+    ahead = {json.loads(body)["loader"] for body in run.events("loads-ahead").body}
+    assert ahead == {0}, "the batches of loader 1, of the validations, are taken by the training itself"
 
 
 def test_a_training_in_a_thread_of_its_own_waits_for_its_own_loader(run_text):

@@ -347,7 +347,11 @@ def _loop(
     workers = whole(setting.get("num_workers"))
     if workers is None:
         workers = max(0, int(np.nanmax(floats(batches, "worker"), initial=INLINE_WORKER)) + 1)
-    waits, batches = _with_waits_of_training(batches, written(tables, "step", key))
+    ahead, one_loop = tables.events_of("loads-ahead", by=key), recreated_loaders(tables, key)
+    if ahead and loader not in {one_loop.get(event["loader"], event["loader"]) for event in ahead}:
+        waits: Waits = "recorded"  # such as those of an evaluation
+    else:
+        waits, batches = _with_waits_of_training(batches, written(tables, "step", key))
     return Loop(
         tables=tables,
         main=key,

@@ -414,6 +414,17 @@ def test_waits_for_a_thread_are_not_told_where_the_training_computing_is_unknown
     assert "ahead of the thread that trains" in found.summary
 
 
+@pytest.mark.parametrize(("ahead", "kind"), [(0, "cannot-tell"), (1, "inline-loading")])
+def test_waits_for_a_loader_of_the_training_itself_are_known_where_a_thread_takes_another_ones_batches(ahead, kind):
+    run = STEADY | {"workers": 0, "service": jittered(0.03), "consumer": jittered(0.02), "batches": 300}
+    script = simulate(**run)
+    for part in script.parts["step"]:
+        part["data_wait_ns"] = 0
+    script.event(START_SECONDS + 1, "loads-ahead", loader=ahead)
+    (found,) = (finding for finding in diagnose(finish(script).tables()).findings if finding.locus.loader == 0)
+    assert found.kind == kind
+
+
 def test_short_epochs_have_an_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.06), "consumer": jittered(0.02), "gap": 0.01}
     kinds, found = loading_findings(simulate(**run | {"batches": 8, "epochs": 40}))

@@ -102,6 +102,8 @@ class LoaderHook(Hook):
         self.check_batch: Callable[[Any], str | None] | None = None
         self._registry: LoaderRegistry | None = None
         self._errors = LoaderErrors()
+        #: Loaders whose batches a thread takes ahead of the training.
+        self._ahead: set[int] = set()
         self._meters = threading.local()
 
     def on_iterator(self, iterator: Any, loader: Any, begun_ns: int) -> None:
@@ -123,7 +125,7 @@ class LoaderHook(Hook):
         if self._registry is None or self._registry.session is not current:
             self._registry = LoaderRegistry(current)
             current.before_farewell = self.note_last_events
-            self._errors = LoaderErrors()
+            self._errors, self._ahead = LoaderErrors(), set()
         return self._registry
 
     def on_epoch_start(self, iterator: Any, *, first: bool) -> None:
@@ -229,6 +231,9 @@ class LoaderHook(Hook):
         if session.active is not None:
             if thread != NESTED:
                 self.progress.on_batch(now_ns, thread, samples)
+                if self.progress.thread not in (0, thread) and key[0] not in self._ahead:
+                    self._ahead.add(key[0])
+                    session.active.events.append("loads-ahead", loader=key[0])
             session.active.batch((now_ns, *key, now_ns - begun_ns, *details, samples))
 
     def measure(self, state: IterState, data: Any, now_ns: int) -> int:
