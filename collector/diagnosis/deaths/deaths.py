@@ -34,6 +34,7 @@ from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slur
 from collector.diagnosis.deaths.known_errors import cause_of
 from collector.diagnosis.deaths.lost_ranks import (
     REPORTS_OF_A_CHILD,
+    begins_after,
     exit_after,
     first_to_leave,
     is_final,
@@ -222,8 +223,9 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         and (life.exit_status is not None or life.is_dead(key) or key in life.recorded_exits)
     ]
     causes.sort(key=lambda item: item[1]["time_ns"])
-    if victims and len(life.mains) > 1:
-        causes = []  # a rank that lost its peer raises too
+    if victims and len(life.mains) > 1:  # a rank that lost its peer raises too, but not before that has begun
+        earlier = [cause for cause in causes if all(begins_after(life, one.main, cause[1]) for one in victims)]
+        return _survived_exceptions(life, dict(earlier))
     explained = ended_by_cuda_oom(life.tables)
     launches = launches_of(life, causes)
     left = [finding for _, event in launches[-1:] if not explained for finding in _left_before(life, event)]

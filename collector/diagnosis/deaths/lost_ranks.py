@@ -85,7 +85,7 @@ def launches_of(
     for key, event in causes:
         if (
             not firsts
-            or _begins_after(life, key, firsts[-1][1])
+            or begins_after(life, key, firsts[-1][1])
             or (is_own(life, event) and _has_gone_on(life, firsts[-1][1], event))
         ):
             firsts.append((key, event))
@@ -108,7 +108,7 @@ def _has_gone_on(life: Lifecycle, trial: Mapping[str, Any], error: Mapping[str, 
     return (has_other or trains) and rank_of(life.tables, writer_of(trial)) is None
 
 
-def _begins_after(life: Lifecycle, key: ProcessKey, error: Mapping[str, Any]) -> bool:
+def begins_after(life: Lifecycle, key: ProcessKey, error: Mapping[str, Any]) -> bool:
     """Return whether a process began after an error, and not as a late rank of the same launch."""
     if _start_ns(life, key) <= error["time_ns"]:
         return False
@@ -124,7 +124,7 @@ def exit_after(life: Lifecycle, error: Mapping[str, Any]) -> Mapping[str, Any] |
     for event in life.exit_messages:
         key, status = writer_of(event), event.get("status") or 1
         is_end = key in life.mains and key not in life.exceptions and status == life.exit_status
-        if is_end and _begins_after(life, key, error) and is_final(life, event):
+        if is_end and begins_after(life, key, error) and is_final(life, event):
             last = event
     return last
 

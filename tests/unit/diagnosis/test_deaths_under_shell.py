@@ -69,6 +69,20 @@ def test_of_trainings_that_follow_each_other_the_last_one_ended_the_command(begi
         assert found[1].summary.endswith("shapes differ. The command went on.")
 
 
+@pytest.mark.parametrize(("begins", "raised"), [(12, ["killed", "crashed"]), (2, ["killed"])])
+def test_an_exception_counts_next_to_a_kill_if_it_was_raised_before_the_killed_training_began(begins, raised):
+    """A rank that loses its peer by a kill raises too; an earlier trial raises by itself."""
+    script = Script()
+    script.manifest["command"].update(pid=99, start_ticks=4000)
+    for number in range(2):
+        script.event(START_SECONDS + begins * number, "process-start", ("node", 200 + number, 8000), parent_pid=99)
+    error = {"type": "RuntimeError", "message": "shapes differ", "site": "/home/me/trial.py:9, in main"}
+    script.event(START_SECONDS + 10, "exception", ("node", 200, 8000), **error)
+    script.now_seconds = START_SECONDS + 60
+    found = [one for one in diagnose(end_run(script, -9).tables()).findings if one.kind in DEATHS]
+    assert [(one.kind, one.locus.pid) for one in found] == list(zip(raised, (201, 200), strict=False))
+
+
 @pytest.mark.parametrize(
     ("kind", "later_trial", "severities"),
     [
