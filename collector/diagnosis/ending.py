@@ -15,6 +15,7 @@ import numpy as np
 
 from collector.diagnosis.deaths.host_oom_kill import MARGIN_TICKS, kills_between_samples, memory_was_short
 from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.deaths.lost_ranks import begins_after
 from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.loaders import loader_settings, worker_slots
 from collector.diagnosis.memory.occasions import occasions_of
@@ -178,7 +179,10 @@ def _followers_count(life: Lifecycle, victim: Locus, end_seconds: float | None) 
         for event in life.tables.events_of("process-exit")
         if event["time_ns"] < end_ns and writer_of(event) not in life.exceptions
     }
-    others = {key for key in life.mains if key[:2] != (victim.host, victim.pid)} - ended
+    key = next((main for main in life.mains if main[:2] == (victim.host, victim.pid)), None)
+    if key is not None:
+        ended |= {one for one, event in life.exceptions.items() if begins_after(life, key, event)}
+    others = {*life.mains} - {key, *ended}
     return len(others) if len(life.mains) > 1 else 0
 
 

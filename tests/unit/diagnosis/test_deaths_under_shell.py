@@ -79,8 +79,10 @@ def test_an_exception_counts_next_to_a_kill_if_it_was_raised_before_the_killed_t
     error = {"type": "RuntimeError", "message": "shapes differ", "site": "/home/me/trial.py:9, in main"}
     script.event(START_SECONDS + 10, "exception", ("node", 200, 8000), **error)
     script.now_seconds = START_SECONDS + 60
-    found = [one for one in diagnose(end_run(script, -9).tables()).findings if one.kind in DEATHS]
+    verdict = diagnose(end_run(script, -9).tables())
+    found = [one for one in verdict.findings if one.kind in DEATHS]
     assert [(one.kind, one.locus.pid) for one in found] == list(zip(raised, (201, 200), strict=False))
+    assert verdict.ending.record.followers_count == 2 - len(raised)
 
 
 @pytest.mark.parametrize(
