@@ -6,6 +6,8 @@ import atexit
 import multiprocessing.util
 import os
 import sys
+import traceback
+from typing import Any
 
 from training_harness import session
 from training_harness.hooks.accelerators import built_for
@@ -13,6 +15,9 @@ from training_harness.hooks.stages import stages
 from training_harness.redaction import redact
 
 WORKER_MODULE = "torch.utils.data._utils.worker"
+#: Method of multiprocessing's `BaseProcess` that runs a child.
+_RUNS_CHILD = "_bootstrap"
+_printed_error: BaseException | None = None
 
 
 def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
@@ -37,6 +42,8 @@ def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
         atexit.register(farewell, current)
     else:  # a child of multiprocessing leaves through os._exit, after its finalizers
         multiprocessing.util.Finalize(None, _farewell_of_child, (current,), exitpriority=0)
+        if sys.version_info >= (3, 13):
+            _keep_printed_error()
 
 
 def _find_rank(current: session.Session) -> None:
@@ -53,12 +60,25 @@ def _find_rank(current: session.Session) -> None:
 def error_of_child() -> BaseException | None:
     """Return the exception that ends this child of multiprocessing, which prints it without calling sys.excepthook.
 
-    It is known while the finalizers run, up to Python 3.12. A forked child also inherits an exception that its
-    parent handles.
+    The finalizers run while it is handled; from Python 3.13 on they run later (multiprocessing/process.py). A
+    forked child also inherits an exception that its parent handles.
     """
-    error = sys.exc_info()[1]
+    error = _printed_error or sys.exc_info()[1]
     trace = error.__traceback__ if error is not None else None
-    return error if trace is not None and trace.tb_frame.f_code.co_name == "_bootstrap" else None
+    return error if trace is not None and trace.tb_frame.f_code.co_name == _RUNS_CHILD else None
+
+
+def _keep_printed_error() -> None:
+    """Keep the exception that multiprocessing prints in this child until its finalizers run."""
+    original = traceback.print_exc
+
+    def print_exc(*args: Any, **options: Any) -> None:
+        global _printed_error
+        if sys._getframe(1).f_code.co_name == _RUNS_CHILD:
+            _printed_error = sys.exc_info()[1]
+        original(*args, **options)
+
+    traceback.print_exc = print_exc
 
 
 def _farewell_of_child(begun: session.Session) -> None:
