@@ -313,7 +313,7 @@ TIMED_OUT = replace(
     STOPPED,
     sentence="`timeout` ended the command, since its time was over (exit status {status}).",
     advice=advise(
-        text="Give `timeout` more time, or save a checkpoint when SIGTERM comes, if the script does not yet",
+        text="Give `timeout` more time, or save a checkpoint when its signal comes, if the script does not yet",
         expected="the training ends by itself, or goes on from there",
     ),
 )

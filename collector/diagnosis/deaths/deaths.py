@@ -146,8 +146,8 @@ def _kill(life: Lifecycle, victim: Victim, usual: Death) -> Finding:
     is_by_tidegauge = life.tables.events_of("hang-cancelled") and victim.signal in (SIGTERM, SIGKILL)
     cpu_time = _used_up_cpu_time(life.tables, victim)
     death = catalogue.CANCELLED if is_by_tidegauge else catalogue.CPU_LIMIT if cpu_time else usual
-    # torchrun and Lightning raise the signal as an exception.
-    if victim.signal == SIGTERM and victim.locus.role != "worker" and is_timed_out(life):
+    # torchrun and Lightning raise the signal as an exception; `timeout -s` takes another one.
+    if victim.signal in _EXITS and victim.locus.role != "worker" and is_timed_out(life):
         death = catalogue.TIMED_OUT
     return death.finding(
         locus=victim.locus,

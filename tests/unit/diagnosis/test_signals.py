@@ -96,11 +96,15 @@ def test_the_command_timeout_is_named_and_no_crash():
     assert "`timeout` ended the command" in diagnose(script.tables()).findings[0].summary
 
 
-def test_the_command_timeout_is_named_where_the_training_raised_its_signal():
-    """torchrun and Lightning turn SIGTERM into an exception."""
-    script = exception(training(), "SignalException", "Process 100 got signal: 15")
+@pytest.mark.parametrize(
+    ("raised", "signal"),
+    [(("SignalException", "Process 100 got signal: 15"), "SIGTERM"), (("KeyboardInterrupt", ""), "SIGINT")],
+)
+def test_the_command_timeout_is_named_where_the_training_raised_its_signal(raised, signal):
+    """torchrun and Lightning turn SIGTERM into an exception, and Python the signal of `timeout -s INT`."""
+    script = exception(training(), *raised)
     end_run(end_training(end_workers(script)), 124)
-    assert "ended by SIGTERM" in diagnose(script.tables()).findings[0].summary
+    assert f"ended by {signal}" in diagnose(script.tables()).findings[0].summary
     seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
     script.event(START_SECONDS, "process-seen", COLLECTOR, **seen)
     (found,) = [one for one in diagnose(script.tables()).findings if one.kind in DEATHS]
