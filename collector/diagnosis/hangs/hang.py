@@ -8,8 +8,9 @@ chain.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import SEVERITIES, Advice, Finding, Severity, extended, fact
 from collector.flight_recorder import Standstill, ranks_words
-from collector.stacks import AT_FUTEX, AT_LOCK, POLLS, WAITS_FOR_BATCH
+from collector.stacks import ASLEEP, AT_FUTEX, AT_LOCK, POLLS, PROCESS_BEGIN, WAITS_FOR_BATCH, is_in
 from collector.store import ProcessKey
 from collector.units import duration
 from training_harness.records import ROLE_WORKER
@@ -95,6 +96,8 @@ _ONE_SHAPE = Advice(
 _FIX_END = Advice(
     text="Find out first what ended that rank: its own finding, its log, `dmesg`", expected="the others do not hang"
 )
+#: A pipe of `multiprocessing` in which a process waits for a message.
+_RECEIVES = ("_recv", "multiprocessing/connection.py")
 _DELIVERED = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK)  # waits for what another thread delivers or takes
 _MOST_PLACES = 4  # ranks whose lines a sentence names
 
@@ -214,8 +217,29 @@ def _culprit(
         late = [processes[key] for key in others if key in processes and not processes[key].is_in_collective]
         return _culprit(life, processes, late[0].key, ()) if late else process
     if process.activity != WAITS_FOR_BATCH or process.is_suspended:
-        return stuck_child(process, processes.values()) or process
+        return stuck_child(process, processes.values()) or _owing_child(process, processes.values()) or process
     return who_holds_up(workers)
+
+
+def _owing_child(parent: Process, processes: Iterable[Process]) -> Process | None:
+    """Return the child that stands still in a wait of its own while a process waits for a message of a child.
+
+    Children that wait for a message, or for an item of a queue, are idle, and one that sleeps may do so by design.
+    """
+    if not _receives(parent):
+        return None
+    children = (one for one in processes if one.parent_pid == parent.key[1] and one.locus.role == "other")
+    at_work = (
+        one for one in children if one.main and any(is_in(frame, *PROCESS_BEGIN) for frame in one.main.frames)
+    )
+    still = (one for one in at_work if one.is_stuck and one.moved_seconds_ago is None)
+    return next((one for one in still if not (_receives(one) or one.awaits or one.waits == ASLEEP)), None)
+
+
+def _receives(process: Process) -> bool:
+    frames = process.main.frames if process.main else ()
+    calls = itertools.takewhile(lambda frame: not frame.is_own, frames)
+    return any(is_in(frame, *_RECEIVES) for frame in calls)
 
 
 def _may_await(life: Lifecycle, unread: Process, worker: Process) -> bool:
@@ -429,7 +453,8 @@ def _is_plain(
     is_at_work = culprit.is_busy or helpers_compute(series)
     if culprit.is_stuck and not is_at_work and patience is not None:
         return budgets >= patience
-    if not is_worker and not others_count and not _may_have_batches_left(life.tables, culprit.key, series):
+    has_work = is_worker or culprit.locus.role == "other"  # what another process waits for
+    if not (has_work or others_count or _may_have_batches_left(life.tables, culprit.key, series)):
         return False
     return budgets >= LONG_PATIENCE and (is_worker or culprit.is_stuck)
 

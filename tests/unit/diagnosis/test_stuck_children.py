@@ -52,3 +52,28 @@ def test_a_child_at_a_lock_that_the_training_waits_for_is_the_culprit(frames, fe
 def test_a_child_that_idles_or_moves_data_is_not_blamed(frames, moved_seconds_ago):
     finding = waiting_for_a_child(frames, moved_seconds_ago=moved_seconds_ago)
     assert (finding.severity, finding.locus.pid) == ("info", 100)
+
+
+ENVIRONMENT = [["step", "/home/me/simulator.py", 8], ["_bootstrap", f"{LIBRARY}/multiprocessing/process.py", 314]]
+IDLE = [*IN_RECV[:1], *ENVIRONMENT[1:]]
+SOCKET = "waiting for a local socket"
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits", "pid", "severity", "budgets"),
+    [
+        (ENVIRONMENT, SOCKET, 3000, "critical", 4.1),
+        (ENVIRONMENT, SOCKET, 3000, "info", 2.0),
+        (ENVIRONMENT, "asleep", 100, "info", 4.1),
+        (IDLE, SOCKET, 100, "info", 4.1),
+    ],
+)
+def test_a_child_that_owes_the_training_a_message_is_the_culprit(frames, waits, pid, severity, budgets):
+    """Environments of a learner answer each step by a pipe; the others wait for the next one."""
+    children = [process(CHILD, frames, waits, parent=MAIN[1])]
+    children += [process(("node", 3001, 9001), IDLE, SOCKET, parent=MAIN[1])]
+    script = start_training()
+    script.add("step", [{"time_ns": ns(START_SECONDS + 1 + index), "step": index} for index in range(10)])
+    add_stacks(script, process(MAIN, IN_RECV, SOCKET), *children, silent=(MAIN,), budgets=budgets)
+    (finding,) = find_hangs(script.tables())
+    assert (finding.locus.pid, finding.severity) == (pid, severity)
