@@ -13,6 +13,7 @@ from collector.diagnosis.deaths.catalogue import (
     FIX_HANG,
     FIX_LEAK,
     KILLED,
+    TIMED_OUT,
     WORKER_KILLED,
 )
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
@@ -92,7 +93,7 @@ def _hung(findings: list[Finding], end: Finding) -> bool:
     Any process counts where the command as a whole was ended. The end of an earlier attempt has no pid.
     """
     at = end.locus
-    is_of_command = at.role == "other" or end.value_of("uncaught_exception_count") is not None
+    is_of_command = at.role == "other" or end.advice == TIMED_OUT.advice
     hangs = (one.locus for one in findings if one.kind == "hang" and one.severity == "critical")
     return (
         at.pid is not None

@@ -53,7 +53,7 @@ def leak(kind, unit, *evidence):
         (killed(RANKS[1]), hang(RANKS[1]), True),
         (killed(RANKS[1]), hang(WORKER), True),
         (killed(COMMAND), hang(RANKS[1]), True),
-        (killed(RANKS[0], catalogue.TIMED_OUT, fact("uncaught_exception_count", 0, "run")), hang(RANKS[1]), True),
+        (killed(RANKS[0], catalogue.TIMED_OUT), hang(RANKS[1]), True),
         (killed(RANKS[1]), hang(RANKS[0]), False),  # it waits for the rank that was killed
         (killed(RANKS[0]), hang(WORKER), False),
         (killed(RANKS[1]), hang(RANKS[1], "info"), False),  # it is slow
