@@ -57,8 +57,8 @@ _VARYING_VALUE = (
 )
 _LESS_EVERY = (
     "Look at what the loop does every {distance} steps: garbage collection (gc.freeze() after set-up, and fewer "
-    "live objects), logging, saving a checkpoint, .item() or .cpu() on the device; do it less often, or in another "
-    "thread or process"
+    "live objects), logging, plotting, saving a checkpoint, .item() or .cpu() on the device; do it less often, or "
+    "in another thread or process"
 )
 _WAITING_RATIO = 0.1  # a thread that computes for less of its pauses waits for something
 _MOSTLY_WAITS = 0.7  # share of the samples of a thread within its pauses
