@@ -231,7 +231,7 @@ class LoaderHook(Hook):
         if session.active is not None:
             if thread != NESTED:
                 self.progress.on_batch(now_ns, thread, samples)
-                if self.progress.thread not in (0, thread) and key[0] not in self._ahead:
+                if key[0] not in self._ahead and self.progress.is_ahead(thread):
                     self._ahead.add(key[0])
                     session.active.events.append("loads-ahead", loader=key[0])
             session.active.batch((now_ns, *key, now_ns - begun_ns, *details, samples))

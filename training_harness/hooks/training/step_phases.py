@@ -152,6 +152,10 @@ class Progress:
         if self.thread in (0, thread):  # the first batches show who takes them
             self.mark(WAIT if self.sees_batches or not self.thread else OTHER, max(now_ns, self._mark_ns))
 
+    def is_ahead(self, thread: int) -> bool:
+        """Return whether a thread that takes a batch only loads: others have stepped the optimizers so far."""
+        return bool(self.thread) and thread not in self._training_threads
+
     def is_training_thread(self) -> bool:
         """Return whether this thread trains; before the first step the main thread is taken for that one."""
         return threading.get_ident() == (self.thread or threading.main_thread().ident)
