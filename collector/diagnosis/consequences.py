@@ -93,7 +93,8 @@ def _hung(findings: list[Finding], end: Finding) -> bool:
     Any process counts where the command as a whole was ended. The end of an earlier attempt has no pid.
     """
     at = end.locus
-    is_of_command = at.role == "other" or end.advice == TIMED_OUT.advice
+    is_exit = end.value_of("uncaught_exception_count") is not None
+    is_of_command = at.role == "other" or is_exit or end.advice == TIMED_OUT.advice
     hangs = (one.locus for one in findings if one.kind == "hang" and one.severity == "critical")
     return (
         at.pid is not None

@@ -11,6 +11,7 @@ from collector.findings import Finding, Locus, Rate, fact
 
 #: Measurements that any finding has.
 FACTS = (fact("farewell_count", 0, "run"), fact("alive", 0, "now"))
+NO_EXCEPTION = fact("uncaught_exception_count", 0, "events of the training processes")
 RANKS = [Locus(host="node", rank=rank, role="main", pid=100 + rank) for rank in range(2)]
 WORKER = Locus(host="node", rank=1, role="worker", pid=1000, worker=0, loader=0)
 COMMAND = Locus(host="node", role="other", pid=99)
@@ -54,6 +55,7 @@ def leak(kind, unit, *evidence):
         (killed(RANKS[1]), hang(WORKER), True),
         (killed(COMMAND), hang(RANKS[1]), True),
         (killed(RANKS[0], catalogue.TIMED_OUT), hang(RANKS[1]), True),
+        (killed(RANKS[0], catalogue.KILLED, NO_EXCEPTION), hang(RANKS[1]), True),
         (killed(RANKS[1]), hang(RANKS[0]), False),  # it waits for the rank that was killed
         (killed(RANKS[0]), hang(WORKER), False),
         (killed(RANKS[1]), hang(RANKS[1], "info"), False),  # it is slow
