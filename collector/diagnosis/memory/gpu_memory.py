@@ -3,7 +3,7 @@
 There are four mechanisms of growth, each with two measurements that must agree:
 
 - live tensors: their bytes and their number,
-- unused memory of the allocator's cache, and holes, failed allocations or the pools of CUDA graphs,
+- unused memory of the allocator's cache, and holes, failed allocations or private pools,
 - memory outside PyTorch: the driver's count for the run's processes, and for the whole device,
 - the cache of pinned host memory: its own gauges, and the resident memory of the process.
 
@@ -169,7 +169,7 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> list[Finding]:
             return []  # steps need it: their batches grow
         pools = {"private_pool_rise_bytes": (rank.seconds, rank.column("private_pool_bytes"))}
         if witnesses := witnesses_of(trend, pools):
-            return [leak_finding(resources.GRAPH_POOLS, GrowingUse(use, trend, witnesses))]
+            return [leak_finding(resources.PRIVATE_POOLS, GrowingUse(use, trend, witnesses))]
         witnesses = witnesses_of(trend, {"inactive_split_rise_bytes": (rank.seconds, split)})
         steps = _retry_steps(rank, trend.since_seconds)
         if steps >= _MIN_RETRY_STEPS:

@@ -199,11 +199,11 @@ FRAGMENTATION = Resource(
         ),
     ),
 )
-#: Unused memory in the private pools of CUDA graphs: a pool lasts as long as its graphs, and serves only them.
-GRAPH_POOLS = replace(
+#: Unused memory in private pools: a pool lasts as long as its CUDA graphs or its MemPool, and serves only them.
+PRIVATE_POOLS = replace(
     FRAGMENTATION,
-    grows="PyTorch's allocator on GPU {device} (pid {pid}) keeps reserving memory in private pools, those of CUDA "
-    "graphs: {rise} more that nothing else can use.",
+    grows="PyTorch's allocator on GPU {device} (pid {pid}) keeps reserving memory in private pools (of CUDA "
+    "graphs or of torch.cuda.MemPool): {rise} more that nothing else can use.",
     leak_advice=(
         Advice(
             text="Capture one graph per shape and replay that: pad batches to a few shapes, and let go of graphs "
@@ -215,6 +215,10 @@ GRAPH_POOLS = replace(
             "torch.cuda.graph(graph, pool=first_graph.pool())",
             expected="they use the same memory in turn",
             effect="changes memory",
+        ),
+        Advice(
+            text="If the script makes pools itself, use one torch.cuda.MemPool again and again, or let go of it",
+            expected="freed blocks of a pool are used again, and a pool that nothing refers to is given back",
         ),
     ),
 )
