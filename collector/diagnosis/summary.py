@@ -228,7 +228,6 @@ def _peaks(tables: RunTables, last_held: Iterable[float | None]) -> Peaks:
     host, process = tables.stream("host"), tables.stream("process")
     roles = floats(process, "role")
     mains, workers = process[roles == ROLE_MAIN], process[roles == ROLE_WORKER]
-    device = tables.stream("device_memory")
     used = floats(host, "memory_total_bytes") - floats(host, "memory_available_bytes")
     demand = floats(host, "cgroup_anon_bytes") + np.nan_to_num(floats(host, "cgroup_shmem_bytes"))
     return {
@@ -242,9 +241,16 @@ def _peaks(tables: RunTables, last_held: Iterable[float | None]) -> Peaks:
         "main_private_dirty_bytes": _peak(mains, "private_dirty_bytes"),
         "worker_rss_bytes": _peak(workers, "rss_bytes"),
         "worker_private_dirty_bytes": _peak(workers, "private_dirty_bytes"),
-        "device_allocated_bytes": _peak(device, "allocated_peak_bytes"),
-        "device_reserved_bytes": _peak(device, "reserved_peak_bytes"),
+        "device_allocated_bytes": _device_peak(tables, "allocated"),
+        "device_reserved_bytes": _device_peak(tables, "reserved"),
     }
+
+
+def _device_peak(tables: RunTables, name: str) -> float | None:
+    """Return the most of one gauge of PyTorch's allocators; that of a worker is known at its error alone."""
+    at_errors = (event.get(f"{name}_bytes") for event in tables.events_of("cuda-oom"))
+    recorded = floats(tables.stream("device_memory"), f"{name}_peak_bytes")
+    return _finite_or_none(peak(np.array([*recorded, *at_errors], dtype=np.float64)))
 
 
 def _peak(rows: pd.DataFrame, column: str) -> float | None:

@@ -486,3 +486,11 @@ def test_a_met_limit_leaves_no_doubt_about_it():
     findings = diagnose(recorded("out-of-memory")).findings
     assert "cuda-oom" in {finding.kind for finding in findings}
     assert not [finding for finding in findings if "not known whether memory runs out" in finding.summary]
+
+
+def test_peak_of_the_run_counts_the_allocator_of_a_worker_at_its_error():
+    """A worker records no allocator in between."""
+    held = 2 << 40
+    run = with_changed_event(recorded("another-job"), "cuda-oom", allocated_bytes=held, reserved_bytes=held + MIB)
+    peaks = diagnose(run).summary["peak"]
+    assert (peaks["device_allocated_bytes"], peaks["device_reserved_bytes"]) == (held, held + MIB)
