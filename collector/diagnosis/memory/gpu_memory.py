@@ -39,11 +39,12 @@ from collector.diagnosis.memory.leak import (
     witnesses_of,
 )
 from collector.diagnosis.run.allocators import Allocator, capacity_of, devices
-from collector.diagnosis.run.columns import floats, last, peak, sampled, seconds
+from collector.diagnosis.run.columns import floats, last, median, peak, sampled, seconds
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.run.training import while_training
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth, warm_up_end
 from collector.findings import Evidence, Finding, Limit, Locus, cannot_tell, extended, fact
+from collector.units import size
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
 _MIN_RETRY_STEPS = 2
@@ -331,10 +332,10 @@ def _share_of_device(tables: RunTables, rank: Allocator, share: float) -> _Memor
 def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     demand, limit = memory.demand, memory.limit
     if not limit.value > 0 or not np.isfinite(demand.values).any():
-        return _by_retries(ranks, demand.locus, limit, math.nan)
+        return _by_retries(ranks, memory, math.nan)
     trend = demand.growth()
     if trend is None:
-        return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
+        return _by_retries(ranks, memory, memory.peak_bytes)
     others = _confirmed(memory, {"other_processes_rise_bytes": memory.others}, trend)
     witnesses = others or _confirmed(memory, memory.witnesses, trend)
     resource = resources.GPU_MEMORY if ranks else resources.GPU_WITHOUT_RECORDS
@@ -348,7 +349,7 @@ def _judge(memory: _Memory, ranks: list[Allocator]) -> Finding | None:
     growing = GrowingUse(use, trend, witnesses)
     course = Course(what=memory.what, resource=resource, growing=growing, limit=limit)
     if not witnesses or not course.is_relevant:
-        return _by_retries(ranks, demand.locus, limit, memory.peak_bytes)
+        return _by_retries(ranks, memory, memory.peak_bytes)
     risk = exhaustion_finding(course)
     return extended(risk, "Other processes grow there, not this run.") if others else risk
 
@@ -369,8 +370,9 @@ def _use_at_limit(memory: _Memory, trend: Growth, ranks: list[Allocator]) -> Flo
     return np.sum([demand.values, *(rank.peaks_above(demand.times) for rank in ranks)], axis=0)  # type: ignore[no-any-return]
 
 
-def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float) -> Finding | None:
+def _by_retries(ranks: list[Allocator], memory: _Memory, used: float) -> Finding | None:
     """Return the finding that allocations failed after the warm-up until the cache was given back."""
+    limit, locus = memory.limit, memory.demand.locus
     steps = sum(
         _retry_steps(rank, float(rank.seconds[warm_up_end(rank.column("allocated_bytes"))]))
         for rank in ranks
@@ -381,20 +383,40 @@ def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float)
         return None
     n = sum(len(rank.rows) for rank in ranks)
     retries = fact("alloc_retry_steps_count", steps, "after the warm-up", n=n)
-    if is_full:
-        unused = sum(
-            peak(rank.column("reserved_peak_bytes")) - peak(rank.column("allocated_peak_bytes")) for rank in ranks
+    if not is_full:
+        return cannot_tell(
+            f"In {steps} steps an allocation on GPU {locus.device} found no room, and PyTorch released its cache "
+            "and tried again. It is not known whether memory runs out: the use of the device is not known, and "
+            "where NVML fails, PyTorch counts no errors, so the second try may have ended in one that the training "
+            "caught.",
+            retries,
+            locus=locus,
+            confidence=0.9,
         )
-        evidence: tuple[Evidence, ...] = retries, fact("device_used_peak_bytes", used, "run", n=n)
-        if used - unused < FULL_RATIO * limit.value:
-            evidence = *evidence, fact("unused_at_peak_bytes", unused, "run", n=n)
-            return full_finding(resources.GPU_FULL_OF_CACHE, limit, used, locus, evidence, steps=steps)
-        return full_finding(resources.GPU_MEMORY, limit, used, locus, evidence, steps=steps)
-    return cannot_tell(
-        f"In {steps} steps an allocation on GPU {locus.device} found no room, and PyTorch released its cache and "
-        "tried again. It is not known whether memory runs out: the use of the device is not known, and where NVML "
-        "fails, PyTorch counts no errors, so the second try may have ended in one that the training caught.",
-        retries,
-        locus=locus,
-        confidence=0.9,
+    unused = sum(
+        peak(rank.column("reserved_peak_bytes")) - peak(rank.column("allocated_peak_bytes")) for rank in ranks
     )
+    others, unrecorded = _held_when_full(memory, memory.others), _held_when_full(memory, memory.unrecorded)
+    # Without any of these the device would not be full; the largest comes first.
+    reliefs = (
+        (unused, resources.GPU_FULL_OF_CACHE, fact("unused_at_peak_bytes", unused, "run", n=n)),
+        (others, resources.GPU_FULL_OF_OTHERS, fact("other_processes_bytes", others, "while it was full")),
+        (
+            unrecorded,
+            resources.GPU_FULL_OF_UNRECORDED,
+            fact("run_processes_bytes", unrecorded, "while it was full"),
+        ),
+    )
+    enough = [each for each in reliefs if used - each[0] < FULL_RATIO * limit.value]
+    _, resource, *further = max(enough, key=lambda each: each[0]) if enough else (0.0, resources.GPU_MEMORY)
+    evidence = (retries, fact("device_used_peak_bytes", used, "run", n=n), *further)
+    return full_finding(
+        resource, limit, used, locus, evidence, steps=steps, others=size(others), unrecorded=size(unrecorded)
+    )
+
+
+def _held_when_full(memory: _Memory, held: Floats | None) -> float:
+    """Return the median of what some processes held while the device was full, NaN if it is not known."""
+    if held is None or memory.used is None:
+        return math.nan
+    return median(held[memory.used >= FULL_RATIO * memory.limit.value])

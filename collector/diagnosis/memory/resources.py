@@ -347,6 +347,32 @@ GPU_MEMORY = Resource(
 )
 #: A GPU that is full only because of cache that no tensor used, even at the peak.
 GPU_FULL_OF_CACHE = replace(GPU_MEMORY, full_advice=(FRAGMENTATION.leak_advice[0], *GPU_MEMORY.full_advice))
+#: A GPU that would not be full without the processes outside the run.
+GPU_FULL_OF_OTHERS = replace(
+    GPU_MEMORY,
+    full=f"{GPU_MEMORY.full} Processes outside the run held {{others}} of it.",
+    full_advice=(
+        Advice(
+            text="End the other processes on this GPU, or run this training on another one (`nvidia-smi` names "
+            "the processes)",
+            expected="their memory becomes free",
+        ),
+        *GPU_MEMORY.full_advice,
+    ),
+)
+#: A GPU that would not be full without the processes of the run that record no allocator.
+GPU_FULL_OF_UNRECORDED = replace(
+    GPU_MEMORY,
+    full=f"{GPU_MEMORY.full} Processes of the run that take no steps held {{unrecorded}} of it.",
+    full_advice=(
+        Advice(
+            text="Take the work of these processes off this GPU (`nvidia-smi` names them). In DataLoader workers, "
+            "make tensors on the CPU, and move batches to the device in the training process",
+            expected="their memory becomes free",
+        ),
+        *GPU_MEMORY.full_advice,
+    ),
+)
 #: The memory of a GPU on which other programs grow.
 GPU_OF_OTHERS = replace(
     GPU_MEMORY,

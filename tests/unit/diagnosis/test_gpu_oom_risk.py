@@ -20,6 +20,7 @@ from simulated_runs import MIB
 
 from collector.diagnosis.memory.gpu_memory import find_device_growth, find_device_risk
 from collector.diagnosis.verdict import diagnose
+from collector.units import size
 from tests.recorded_runs import (
     at_last_step,
     only_rows,
@@ -194,11 +195,33 @@ def test_allocations_that_failed_for_good_are_errors_alone():
 
 def test_full_device_whose_cache_is_in_pieces_needs_another_setting_first():
     failing = with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
-    [full] = find_device_risk(with_other_job(failing, 180 * MIB))
+    own = with_driver(
+        with_other_job(failing, 180 * MIB), other_used_bytes=lambda rows: 0 * rows["other_used_bytes"]
+    )
+    [full] = find_device_risk(own)
     assert full.advice[0].text.startswith("Make a step smaller"), "nothing grows that could be fixed"
-    pieces = with_allocator(failing, reserved_peak_bytes=more("allocated_peak_bytes", 200 * MIB))
-    [in_pieces] = find_device_risk(with_other_job(pieces, 180 * MIB))
+    pieces = with_allocator(own, reserved_peak_bytes=more("allocated_peak_bytes", 200 * MIB))
+    [in_pieces] = find_device_risk(pieces)
     assert "expandable_segments:True" in in_pieces.advice[0].text
+
+
+def test_full_device_that_others_fill_has_advice_on_them_first():
+    """Without them it would not be full: smaller steps gain less."""
+    failing = with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
+    crowded = with_other_job(failing, 180 * MIB)
+    [full] = find_device_risk(crowded)
+    others = crowded.streams["device"]["other_used_bytes"].median()
+    assert f"Processes outside the run held {size(others)} of it." in full.summary
+    assert full.advice[0].text.startswith("End the other processes")
+    workers = with_driver(
+        crowded,
+        recorded_used_bytes=lambda rows: rows["process_used_bytes"],
+        process_used_bytes=lambda rows: rows["process_used_bytes"] + rows["other_used_bytes"],
+        other_used_bytes=lambda rows: 0 * rows["other_used_bytes"],
+    )
+    [full] = find_device_risk(workers)
+    assert f"Processes of the run that take no steps held {size(others)} of it." in full.summary
+    assert full.advice[0].text.startswith("Take the work of these processes off this GPU")
 
 
 def test_limit_that_was_met_has_no_forecast():
