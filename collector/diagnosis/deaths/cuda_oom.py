@@ -12,7 +12,7 @@ import pandas as pd
 from collector.diagnosis.deaths.cuda_errors import ALLOCATED_PEAK, TOTAL, CudaError, cuda_errors, figures_at
 from collector.diagnosis.loading.loaders import joined_batches
 from collector.diagnosis.memory.gpu_memory import more_tensors, step_peak_of, tensors_of
-from collector.diagnosis.run.allocators import Allocator, allocators
+from collector.diagnosis.run.allocators import Allocator, allocators, without_errors
 from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import first_sentences
 from collector.diagnosis.run.exceptions import at_line
@@ -68,8 +68,13 @@ _BOUND_STEPS = Advice(
 )
 _UNUSUAL_STEP = Advice(
     text="Find what this step took: far more than any before it. Usual: a long request or sequence, an input that "
-    "the loop makes itself, a second model, a branch that is seldom taken",
+    "the loop makes itself, a second model, a copy of one, a branch that is seldom taken",
     expected="the {room} that it took beyond them become free",
+)
+_RELEASE_COPY = Advice(
+    text="Let go of what was made since the step before, or keep it on the CPU. Usual: a copy of the model or of "
+    "its optimizer's state, for a checkpoint or an average of weights",
+    expected="{room} become free",
 )
 _DISTRIBUTE = Advice(
     text="Use DistributedDataParallel: DataParallel gathers the outputs on this device, and their loss is computed "
@@ -143,6 +148,7 @@ class _Scene:
         phase: phase of the framework, None if it recorded none.
         is_first: True if the process had no whole step before it.
         in_optimizer: True if the optimizer's step had begun.
+        kept_bytes: what tensors held more then than at the step before, if that is far more than usual; else NaN.
         device_peaks: what tensors took at most before it on this device, and on the fullest other one of a
             DataParallel; NaN without one.
         in_evaluation: True if the process never went backward, or its last batches are of a loader whose batches no
@@ -162,6 +168,7 @@ class _Scene:
     phase: str | None
     is_first: bool
     in_optimizer: bool
+    kept_bytes: float
     device_peaks: tuple[float, float]
     in_evaluation: bool
     begins_loader: bool
@@ -276,6 +283,8 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     phases = [each for each in tables.events_of("phase", by=key) if each["time_ns"] <= at_ns]
     growth = tensors_of(tables, own).growth() if own is not None else None
     is_of_new_loader = _is_evaluation(batches, steps_ns)
+    # Without an observer the allocators were recorded after the error, in whatever phase.
+    in_optimizer = own is not None and "error_time_ns" in event and own.before_optimizer_of(event["step"])
     return _Scene(
         error=error,
         figures=figures,
@@ -288,12 +297,21 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         batch_counts=(int(counts[-1]), int(counts[:-1].max(initial=0))),
         phase=str(phases[-1]["phase"]) if phases else None,
         is_first=error.slot is None and not len(steps_ns),
-        # Without an observer the allocators were recorded after the error, in whatever phase.
-        in_optimizer=own is not None and "error_time_ns" in event and own.before_optimizer_of(event["step"]),
+        in_optimizer=in_optimizer,
+        kept_bytes=_kept_bytes(own, before, figures) if own and before and in_optimizer else math.nan,
         device_peaks=_device_peaks(tables, error, [a.before(at_ns) for a in records if a.key == key]),
         in_evaluation=(len(steps) > 0 and not trains) or (counts[-1] > 1 and is_of_new_loader),
         begins_loader=counts[-1] == 1 and is_of_new_loader,
     )
+
+
+def _kept_bytes(own: Allocator, before: Allocator, figures: Mapping[str, float]) -> float:
+    """Return how much more tensors held at this optimizer than at the last, NaN unless far more than usual."""
+    levels = before.column("allocated_bytes")
+    rise = without_errors(own.rows)["allocated_bytes"].iloc[-1] - levels[-1] if len(levels) else math.nan
+    usual = peak(np.diff(levels)[1:])  # the first rise is the state of the optimizer
+    least = max(_UNUSUAL_RATIO * usual, _LEAST_GAIN_RATIO * figures.get("limit_bytes", math.nan))
+    return float(rise) if rise > least else math.nan
 
 
 def _device_peaks(tables: RunTables, error: CudaError, records: list[Allocator]) -> tuple[float, float]:
@@ -358,6 +376,8 @@ def _summary(scene: _Scene, process: str) -> str:
     if math.isfinite(scene.beyond_usual_bytes):
         text += f". Since the last step, tensors took {size(scene.taken_bytes)}"
         text += f"; no step before took more than {size(scene.usual_bytes)}"
+    if math.isfinite(scene.kept_bytes):
+        text += f". When the optimizer began, tensors held {size(scene.kept_bytes)} more than at the step before"
     if scene.step_growth is not None:
         text += f". The peak of a step had grown by {size(scene.step_growth.rise)}"
     if error.event.get("thread"):
@@ -452,6 +472,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_BOUND_BATCHES, "your code", is_larger, float(np.fmax(last - before, excess)), before),
         (_BOUND_STEPS, "your code", steps_grew, step_rise, step_rise),
         (_UNUSUAL_STEP, "your code", beyond_usual > 0 and not in_handler, beyond_usual, beyond_usual),
+        (_RELEASE_COPY, "your code", scene.kept_bytes > 0, scene.kept_bytes, scene.kept_bytes),
         (_DISTRIBUTE, "your code", here > elsewhere, here - elsewhere, here - elsewhere),
         (_RELEASE_BATCHES, "your code", holds_batches, more_batches, more_batches),
         (_LEAVE_HANDLER, "your code", in_handler, scene.taken_bytes, scene.taken_bytes),

@@ -328,8 +328,17 @@ def test_error_of_an_optimizer_is_no_matter_of_the_batch():
     last = int(run.streams["step"]["step"].max())
     in_step = only_rows(run, "step", lambda rows: rows["step"] < last)
     in_optimizer = only_rows(in_step, "batch", lambda rows: rows["index"] <= last)
-    _, advice = post_mortem(with_changed_event(in_optimizer, "cuda-oom", step=last))
-    assert advice == "Take an optimizer whose step needs less"
+    failed = with_changed_event(in_optimizer, "cuda-oom", step=last)
+    assert post_mortem(failed)[1] == "Take an optimizer whose step needs less"
+
+    def with_copy(rows):
+        return rows["allocated_bytes"] + (rows["step"] == last) * 300 * MIB
+
+    found, advice = post_mortem(with_allocator(failed, allocated_bytes=with_copy))
+    assert "When the optimizer began, tensors held 300 MiB more than at the step before" in found.summary
+    assert advice.startswith("Let go of what was made since the step before, or keep it on the CPU. Usual")
+    assert advice.endswith("Take an optimizer whose step needs less")
+    assert (found.fault, found.advice[0].expected) == ("your code", "300 MiB become free")
 
 
 def test_error_that_is_raised_again_has_the_figures_of_its_message():
