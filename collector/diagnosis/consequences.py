@@ -10,6 +10,7 @@ from collector.diagnosis.deaths.catalogue import (
     FIND_CACHE,
     FIND_KEPT,
     FIND_OUTPUTS,
+    FIX_CUDA_OOM,
     FIX_HANG,
     FIX_LEAK,
     KILLED,
@@ -50,7 +51,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     holds what its parent had mapped. A forecast of growth by what the optimizers keep becomes information, and so
     does a rank that is late by its pauses. Unused memory in the segments of tensors that are kept becomes
     information, too. A rank that is late by its data loading names what is slow there. A loader with a worker that
-    hangs is not healthy. A training that hung until someone ended it ended since it hung.
+    hangs is not healthy. A training that hung until someone ended it ended since it hung. A crash after an error
+    of CUDA memory in the same process, with no step in between, names that.
     """
     place = finding.locus.rank, finding.locus.loader
     hanging = [one.locus for one in findings if one.kind == "hang" and one.locus.role == "worker"]
@@ -82,6 +84,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return extended(finding, f"Fix {cause} of that rank first.", consequence_of=cause)
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
         return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
+    if finding.kind == "crashed" and _follows_cuda_oom(findings, finding):
+        return replace(finding, advice=(FIX_CUDA_OOM, *finding.advice), consequence_of="cuda-oom")
     if _ends_with_optimizers(findings, finding):
         return extended(finding, "It grows with what the optimizers keep, which ends by itself.", severity="info")
     return finding
@@ -105,6 +109,12 @@ def _hung(findings: list[Finding], end: Finding) -> bool:
             for hang in hangs
         )
     )
+
+
+def _follows_cuda_oom(findings: list[Finding], crash: Finding) -> bool:
+    """Return whether the process caught an error of CUDA memory, and ended before its next step."""
+    errors = (one for one in _in_same_process(findings, "cuda-oom", crash) if one.severity == "warning")
+    return any(each.name == "caught" for error in errors for each in error.evidence)
 
 
 def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:

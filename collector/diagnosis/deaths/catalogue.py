@@ -69,6 +69,10 @@ class Death:
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 #: Advice on a process that the kernel killed for lack of memory, if it leaked.
 FIX_LEAK = Advice(text="Fix {kind} first: {process} grew until its end", expected="its growth stops")
+FIX_CUDA_OOM = Advice(
+    text="See cuda-oom first: CUDA memory ran out in this process, and no step ended between that and this error",
+    expected="the script gets past it, if this error follows from it",
+)
 FIX_HANG = Advice(
     text="Fix the hang first: the training made no progress before it was ended",
     expected="the training goes on",

@@ -489,6 +489,19 @@ def test_later_crash_is_reported_along_with_a_caught_error():
     crashed = with_event(run, "exception", time_ns=end_ns, type="ValueError", message="boom", traceback="")
     crashed = with_changed_event(crashed, "command-exit", exit_status=1)
     assert {"crashed", "cuda-oom"} <= {finding.kind for finding in diagnose(crashed).findings}
+    [crash] = [each for each in diagnose(crashed).findings if each.kind == "crashed"]
+    assert crash.consequence_of is None
+
+
+def test_crash_before_the_next_step_names_the_error_that_was_caught():
+    """A search for a batch size that fits gives up like this."""
+    run = recorded("out-of-memory")
+    end_ns = run.events_of("process-exit")[-1]["time_ns"] - 10**6
+    crashed = with_event(run, "exception", time_ns=end_ns, type="ValueError", message="no size fits", traceback="")
+    caught = with_changed_event(crashed, "cuda-oom", caught=None, type=None, message=None)
+    crash, found = (each for each in diagnose(caught).findings if each.kind in ("crashed", "cuda-oom"))
+    assert (crash.kind, crash.consequence_of, found.severity) == ("crashed", "cuda-oom", "warning")
+    assert crash.advice[0].text.startswith("See cuda-oom first")
 
 
 def test_a_met_limit_leaves_no_doubt_about_it():
