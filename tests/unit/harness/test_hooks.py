@@ -321,7 +321,9 @@ def test_request_to_the_training_shortens_no_wait_for_a_batch(tmp_path, monkeypa
     requested_ns = arrived_ns - 5_000_000
     progress.begin(requested_ns - 1_000_000)
     state = SimpleNamespace(slots_count=None, samples={})
-    LoaderHook(progress).on_yield(state, (0, 0, 0), 1, (requested_ns, arrived_ns), (0, 0, 0, 0, 0), 0)
+    LoaderHook(progress).on_yield(
+        state, (0, 0, 0), threading.get_ident(), (requested_ns, arrived_ns), (0, 0, 0, 0, 0), 0
+    )
     progress.end(current, arrived_ns)
     (step,) = current.writers["step"]._pending
     assert step[[column.name for column in STEP.columns].index("data_wait_ns")] == 5_000_000
