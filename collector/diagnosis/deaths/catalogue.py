@@ -77,6 +77,11 @@ FIX_HANG = Advice(
     text="Fix the hang first: the training made no progress before it was ended",
     expected="the training goes on",
 )
+#: Advice on a rank that lost one that had ended.
+EQUAL_STEPS = Advice(
+    text="Let all ranks do the same number of steps",
+    expected="no rank waits in a collective for one that has ended",
+)
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(
     text="Find what the training process keeps from step to step: batches, outputs or losses in a list, a cache "

@@ -14,25 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths.catalogue import READER_GONE
+from collector.diagnosis.deaths.catalogue import EQUAL_STEPS, READER_GONE
 from collector.diagnosis.loading.loaders import awaited_batch, living_workers, loader_settings
 from collector.diagnosis.loading.uneven_ranks import batches_meanwhile, uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
-from collector.diagnosis.run.columns import (
-    SECOND_NS,
-    floats,
-    host_samples,
-    last,
-    peak,
-    sampled,
-    seconds,
-)
+from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, last, peak, sampled, seconds
 from collector.diagnosis.run.host_memory import binding_limit
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run.processes import sentence
+from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats
 from collector.findings import Advice, Evidence, Fault, advise, fact
+from collector.flight_recorder import ranks_words
 from collector.store import ProcessKey
 from collector.units import duration, listed, size
 
@@ -250,26 +244,35 @@ def _collective(raised: _Raised) -> Cause | None:
     if uneven is not None:
         return Cause(sentence=uneven.sentence, advice=(uneven.advice,), fault="your code", evidence=uneven.evidence)
     if waited is None:
-        return None
+        return _ended_rank(raised)
     seconds = int(waited[1]) / 1e3
     begin_ns = raised.time_ns - seconds * SECOND_NS
     busy = batches_meanwhile(raised.tables, raised.key, np.array([begin_ns]), np.array([raised.time_ns]))
     meanwhile = f" Meanwhile {listed(busy)}." if busy else ""
-    look = (
-        "let all ranks share what one of them does alone"
-        if busy
-        else "find out what the others did (`tidegauge \
-stacks` names their lines while it lasts)"
-    )
+    share = "let all ranks share what one of them does alone"
+    search = "find out what the others did (`tidegauge stacks` names their lines while it lasts)"
     return Cause(
         sentence=f" Another rank did not come to this collective within the timeout of {duration(seconds)}."
         f"{meanwhile}",
         advice=advise(
-            text=f"Let no rank wait that long: {look}, or raise the timeout (init_process_group(timeout=…))",
+            text=f"Let no rank wait that long: {share if busy else search}, or raise the timeout "
+            "(init_process_group(timeout=…))",
             expected="all ranks come to each collective in time",
         ),
         fault="your code",
     )
+
+
+def _ended_rank(raised: _Raised) -> Cause | None:
+    """Explain a lost connection by the ranks that had ended without an error since the training began."""
+    events_of = raised.tables.events_of
+    begun_ns = min((event["time_ns"] for event in events_of("process-start", by=raised.key)), default=0)
+    exits = [one for one in events_of("process-exit") if begun_ns < one["time_ns"] < raised.time_ns]
+    fine = [one for one in exits if not events_of("exception", "exit-message", by=writer_of(one))]
+    if not (ranks := {one["rank"] for one in fine if one.get("rank") is not None}):
+        return None
+    words = sentence(f"{ranks_words(ranks)} had ended without an error before.")
+    return Cause(sentence=f" {words}", advice=(EQUAL_STEPS,), fault="your code")
 
 
 def _pipe(raised: _Raised) -> Cause:

@@ -282,6 +282,12 @@ class AwaitedBatch:
     pid: int
     is_made: bool
 
+    @property
+    def words(self) -> str:
+        """The batch and its worker, in words."""
+        what = "made, and which did not arrive" if self.is_made else "had not made"
+        return f"batch {self.index}, which worker {self.worker} (pid {self.pid}) {what}"
+
 
 def awaited_batch(tables: RunTables, key: ProcessKey) -> AwaitedBatch | None:
     """Return the batch that follows the last one of a training process; None if the records leave it open.
