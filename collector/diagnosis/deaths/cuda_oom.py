@@ -436,22 +436,23 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     step always helps, and comes last; before the first step it may be the model that is too large.
     """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
-    last, before = scene.batch_bytes
-    is_larger = last > before and not scene.begins_loader
-    count, most = scene.batch_counts
+    least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
+    (last, before), (count, most) = scene.batch_bytes, scene.batch_counts
     # The part of what this step took that a step of the usual size, in bytes or batches, would not have taken.
     excess = scene.taken_bytes * (1 - before / last) if last > before else math.nan
+    larger_gain = float(np.fmax(last - before, excess)) if last > before else 0.0
     more_batches = scene.taken_bytes * (1 - most / max(count, 1))
     holds_batches = scene.holds_batches and math.isfinite(scene.taken_bytes)
     rise = math.nan if scene.growth is None else scene.growth.rise
     held = np.fmax(scene.of("reserved_bytes"), scene.of("allocated_bytes"))
     growth_gain = math.inf if rise >= held / 2 else rise
     step_rise = math.nan if scene.step_growth is None else scene.step_growth.rise
-    steps_grew = scene.step_growth is not None and not (last > before or holds_batches or scene.in_optimizer)
+    # Where batches grow by little from one to the next, as with a curriculum, their growth so far counts.
+    is_larger = last > before and not larger_gain < least
+    steps_grew = scene.step_growth is not None and not (is_larger or holds_batches or scene.in_optimizer)
     # Where the steps take more and more, so does the last batch with its outputs, which the loop still holds.
     tensor_grew = scene.growth is not None and not scene.has_more_tensors and not (steps_grew and step_rise >= rise)
-    beyond_usual = scene.beyond_usual_bytes
-    here, elsewhere = scene.device_peaks
+    beyond_usual, (here, elsewhere) = scene.beyond_usual_bytes, scene.device_peaks
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     own = scene.of("reserved_bytes") + float(np.nan_to_num(scene.of("outside_pytorch_bytes")))
     unused = scene.unallocated_bytes
@@ -469,7 +470,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
         (_EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (_END_OTHERS, "outside", others >= request, others, others),
-        (_BOUND_BATCHES, "your code", is_larger, float(np.fmax(last - before, excess)), before),
+        (_BOUND_BATCHES, "your code", is_larger and not scene.begins_loader, larger_gain, before),
         (_BOUND_STEPS, "your code", steps_grew, step_rise, step_rise),
         (_UNUSUAL_STEP, "your code", beyond_usual > 0 and not in_handler, beyond_usual, beyond_usual),
         (_RELEASE_COPY, "your code", scene.kept_bytes > 0, scene.kept_bytes, scene.kept_bytes),
@@ -479,7 +480,6 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
         (_NO_CUDA_IN_WORKERS, "your code", in_worker, own, own),
         (_RELEASE_STATE, "your code", state > 0, state, state),
     )
-    least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
     supported = [
         (gain, fault, replace(advice, expected=advice.expected.format(room=size(room))))
         for advice, fault, is_supported, gain, room in options

@@ -185,6 +185,16 @@ def test_long_batch_of_few_bytes_is_named_by_what_its_step_took():
     assert post_mortem(longest)[1].startswith("Bound the size of a batch")
 
 
+def test_steps_that_grow_are_named_where_each_batch_is_little_larger_than_the_one_before():
+    """A curriculum of lengths: the last batch alone explains little."""
+    longer = with_columns(
+        recorded("out-of-memory"), "batch", lambda rows: {"payload_bytes": 30 * MIB + 1000 * rows["index"]}
+    )
+    found, advice = post_mortem(longer)
+    assert advice == "Bound what a step takes | Make a step smaller"
+    assert found.fault == "your code"
+
+
 def test_step_that_takes_more_than_any_before_is_named_if_no_batch_explains_it():
     """Its recorded steps took ever more; without that growth, only the last one is larger."""
     run, usual = recorded("out-of-memory"), 4 * MIB
