@@ -119,8 +119,9 @@ def _from_its_begin(trend: Growth, times: Floats, values: Floats, steps: Floats 
     if blocks < _MIN_BLOCKS:
         return trend
     at, envelope = lower_envelope(times[begin:], levels[begin:], blocks)
-    # The envelope reaches from the middle of the first block to that of the last.
+    # The envelope reaches from the middle of the first block to that of the last. A pause at the end adds nothing.
     rise = float((envelope[-1] - envelope[0]) * (times[-1] - times[begin]) / (at[-1] - at[0]))
+    rise = min(rise, float(np.ptp(levels[begin:])))
     if rise < _LEAST_OF_RISE * trend.rise:
         return trend  # the level fell in between, by less than the noise
     return dataclasses.replace(trend, since_seconds=float(times[begin]), rise=rise, n=len(times) - begin)

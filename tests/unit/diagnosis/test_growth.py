@@ -201,3 +201,12 @@ def test_growth_after_memory_was_given_back_counts_from_the_low():
         found.append(growth(times, values, negligible=32.0))
     assert any(found)
     assert all(trend is None or trend.rise > 0 for trend in found)
+
+
+def test_rise_is_no_more_than_the_level_rose_where_the_steps_pause_near_the_end():
+    """A pause makes the last block of samples long, and nothing grew meanwhile."""
+    numbers = np.arange(300.0)
+    times = 0.04 * numbers + np.where(numbers > 297, 5.0, 0.0)
+    found = growth(times, 2.0 * numbers, negligible=16.0, steps=numbers)
+    assert found is not None
+    assert found.rise == pytest.approx(2.0 * numbers[-1], rel=0.02)
