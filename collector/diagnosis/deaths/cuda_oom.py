@@ -455,7 +455,7 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     beyond_usual, (here, elsewhere) = scene.beyond_usual_bytes, scene.device_peaks
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     own = scene.of("reserved_bytes") + float(np.nan_to_num(scene.of("outside_pytorch_bytes")))
-    unused = scene.unallocated_bytes
+    unused = scene.unallocated_bytes - float(np.nan_to_num(scene.of("private_pool_bytes")))  # these serve no others
     # The request fits into what is unused and what is free, and most of it into what is unused.
     fits_in_pieces = unused >= max(request - max(scene.room_bytes, 0.0), request / 2)
     event = scene.error.event

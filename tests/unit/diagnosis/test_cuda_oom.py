@@ -68,9 +68,10 @@ def test_fatal_error_is_reported_with_its_figures():
     assert post_mortem(recorded("out-of-memory"))[1] == "Bound what a step takes | Make a step smaller"
 
 
-@pytest.mark.parametrize(("lacking", "fragmented"), [(0, True), (1, False)])
-def test_expandable_segments_are_advised_only_if_the_cache_suffices(lacking, fragmented):
-    run = recorded("out-of-memory")
+@pytest.mark.parametrize(("lacking", "pools", "fragmented"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_expandable_segments_are_advised_only_if_the_cache_suffices(lacking, pools, fragmented):
+    """Unused memory of private pools, as of CUDA graphs, serves no other allocation."""
+    run = with_allocator(recorded("out-of-memory"), private_pool_bytes=pools)
     error = error_of(run)
     asked = error["reserved_bytes"] - error["allocated_bytes"] + lacking
     _, advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=asked, free_bytes=0))
