@@ -12,7 +12,7 @@ from app.figures import devices
 from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
 from app.shared_panels import Gpu, first_gpus, further_gpus, gpus
-from collector.diagnosis import accounts
+from collector.diagnosis import accounts, command_words
 from collector.store import newest_allocator_snapshot, queries
 from collector.units import MISSING, duration, is_known, number, percent, size
 
@@ -58,7 +58,7 @@ def _snapshot(moment: Moment) -> Iterator[Block]:
     if taken.sites.empty:
         yield Note(
             "The snapshot has no stacks, so the lines that hold the memory are unknown. This records stacks:",
-            command="tidegauge run --memory-history 100000 -- python train.py",
+            command=f"tidegauge run --memory-history 100000 -- {command_words(moment.manifest)}",
         )
         return
     top = taken.sites.head(MAX_SITES)

@@ -136,6 +136,7 @@ LABELS = {
     "device_outside_pytorch_rise_bytes": "growth of GPU memory outside PyTorch, all processes",
     "other_processes_rise_bytes": "growth of other processes on the GPU",
     "unrecorded_processes_rise_bytes": "growth of processes without records",
+    "private_pool_bytes": "reserved for private pools (CUDA graphs, MemPool)",
     "private_pool_rise_bytes": "growth of private pools (CUDA graphs, MemPool)",
     "other_processes_bytes": "other processes on the GPU",
     "inactive_split_rise_bytes": "growth of unused pieces of blocks",

@@ -135,8 +135,8 @@ def figures_at(tables: RunTables, error: CudaError) -> dict[str, float]:
         if "unallocated_bytes" in message:
             figures["reserved_bytes"] = message["allocated_bytes"] + message["unallocated_bytes"]
     own = [a for a in allocators(tables.stream("device_memory")) if (a.key, a.device) == (error.key, error.device)]
-    if own and (pools := record_at(own[0].rows, error.at_ns).get("private_pool_bytes")) is not None:
-        figures["private_pool_bytes"] = pools
+    if own and (pools := record_at(own[0].rows, error.at_ns).get("private_pool_bytes")):
+        figures["private_pool_bytes"] = pools  # at the last step: an error does not tell it
     if own and not message and "reserved_bytes" not in figures:
         figures |= _recorded_figures(tables, own[0], error.at_ns) | figures
     sample: Mapping[str, float | None] = {}
