@@ -308,7 +308,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
 def _kept_bytes(own: Allocator, before: Allocator, figures: Mapping[str, float]) -> float:
     """Return how much more tensors held at this optimizer than at the last, NaN unless far more than usual."""
     levels = before.column("allocated_bytes")
-    rise = without_errors(own.rows)["allocated_bytes"].iloc[-1] - levels[-1] if len(levels) else math.nan
+    rise = floats(without_errors(own.rows), "allocated_bytes")[-1] - levels[-1] if len(levels) else math.nan
     usual = peak(np.diff(levels)[1:])  # the first rise is the state of the optimizer
     least = max(_UNUSUAL_RATIO * usual, _LEAST_GAIN_RATIO * figures.get("limit_bytes", math.nan))
     return float(rise) if rise > least else math.nan

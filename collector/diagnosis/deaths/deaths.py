@@ -223,9 +223,9 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
         and (life.exit_status is not None or life.is_dead(key) or key in life.recorded_exits)
     ]
     causes.sort(key=lambda item: item[1]["time_ns"])
-    if victims and len(life.mains) > 1:  # a rank that lost its peer raises too, but not before that has begun
+    if victims and len(life.mains) > 1:  # an exception before the victim began is no consequence of its end
         earlier = [cause for cause in causes if all(begins_after(life, one.main, cause[1]) for one in victims)]
-        return _survived_exceptions(life, dict(earlier))
+        return _survived_exceptions(life, dict(launches_of(life, earlier)))
     explained = ended_by_cuda_oom(life.tables)
     launches = launches_of(life, causes)
     left = [finding for _, event in launches[-1:] if not explained for finding in _left_before(life, event)]

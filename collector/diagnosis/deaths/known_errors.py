@@ -22,7 +22,8 @@ from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, last, peak, sampled, seconds
 from collector.diagnosis.run.host_memory import binding_limit
-from collector.diagnosis.run.processes import sentence
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.processes import rank_of, sentence
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats
 from collector.findings import Advice, Evidence, Fault, advise, fact
@@ -32,6 +33,8 @@ from collector.units import duration, listed, size
 
 #: Message of a collective that failed: gloo and NCCL, and torch's own words.
 _OF_COLLECTIVE = r"[/ ]gloo|NCCL|ProcessGroup"
+#: Messages of gloo and NCCL about the end of a connection, not about a timeout.
+LOST_PEER = re.compile(r"[Cc]onnection (?:was )?(?:likely )?(?:closed|reset)|remote process exited|[Bb]roken pipe")
 #: Timeout in ms of a collective (gloo's unbound_buffer.cc; torch's ProcessGroupNCCL.cpp).
 _WAITED = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d+)")
 
@@ -158,11 +161,9 @@ def _timeout(raised: _Raised) -> Cause:
     )
     if not math.isfinite(longest):
         return Cause(advice=(stacks,))
-    late = awaited_batch(raised.tables, raised.key)
-    what = "made, and which did not arrive" if late and late.is_made else "had not made"
-    which = (
-        f" It waited for batch {late.index}, which worker {late.worker} (pid {late.pid}) {what}." if late else ""
-    )
+    errors = raised.tables.events_of("loader-error", by=raised.key)
+    late = awaited_batch(raised.tables, raised.key, errors[-1]["loader"]) if errors else None
+    which = f" It waited for {late.words}." if late else ""
     return Cause(
         sentence=f"{which} No batch took its worker longer than {duration(longest)} before.",
         advice=(stacks,),
@@ -244,7 +245,7 @@ def _collective(raised: _Raised) -> Cause | None:
     if uneven is not None:
         return Cause(sentence=uneven.sentence, advice=(uneven.advice,), fault="your code", evidence=uneven.evidence)
     if waited is None:
-        return _ended_rank(raised)
+        return _ended_rank(raised) if LOST_PEER.search(raised.trace) else None
     seconds = int(waited[1]) / 1e3
     begin_ns = raised.time_ns - seconds * SECOND_NS
     busy = batches_meanwhile(raised.tables, raised.key, np.array([begin_ns]), np.array([raised.time_ns]))
@@ -267,9 +268,11 @@ def _ended_rank(raised: _Raised) -> Cause | None:
     """Explain a lost connection by the ranks that had ended without an error since the training began."""
     events_of = raised.tables.events_of
     begun_ns = min((event["time_ns"] for event in events_of("process-start", by=raised.key)), default=0)
-    exits = [one for one in events_of("process-exit") if begun_ns < one["time_ns"] < raised.time_ns]
-    fine = [one for one in exits if not events_of("exception", "exit-message", by=writer_of(one))]
-    if not (ranks := {one["rank"] for one in fine if one.get("rank") is not None}):
+    peers = {*lifecycle_of(raised.tables).mains} - {raised.key}
+    exits = (one for one in events_of("process-exit") if begun_ns < one["time_ns"] < raised.time_ns)
+    fine = {writer_of(one) for one in exits if not one.get("detached")} & peers
+    fine = {key for key in fine if not events_of("exception", "exit-message", "cuda-oom", by=key)}
+    if not (ranks := {rank for key in fine if (rank := rank_of(raised.tables, key)) is not None}):
         return None
     words = sentence(f"{ranks_words(ranks)} had ended without an error before.")
     return Cause(sentence=f" {words}", advice=(EQUAL_STEPS,), fault="your code")

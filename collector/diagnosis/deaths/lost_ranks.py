@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collector.diagnosis.deaths.known_errors import is_of_collective
+from collector.diagnosis.deaths.known_errors import LOST_PEER, is_of_collective
 from collector.diagnosis.deaths.victims import end_of
 from collector.diagnosis.loading.uneven_ranks import uneven_ranks
 from collector.diagnosis.run.lifecycle import SPAWN_ERROR, Lifecycle
@@ -20,8 +20,6 @@ from collector.store import ProcessKey
 #: Exceptions by which a launcher reports that its child failed: those of subprocess, torchrun and mp.spawn.
 REPORTS_OF_A_CHILD = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _WORD = re.compile(r"[^\s'\"\[\](){},]+")
-#: Messages of gloo and NCCL about the end of a connection, not about a timeout.
-_LOST_PEER = re.compile(r"[Cc]onnection (?:was )?(?:likely )?(?:closed|reset)|remote process exited|[Bb]roken pipe")
 
 
 class FirstToLeave(NamedTuple):
@@ -59,7 +57,7 @@ def first_to_leave(life: Lifecycle, exception: Mapping[str, Any]) -> FirstToLeav
     for key in silent:
         if (status := codes.get(key[:2], 0)) > 0:
             return FirstToLeave(key, status=status)
-    is_lost = trains and _LOST_PEER.search(str(exception.get("message"))) is not None
+    is_lost = trains and LOST_PEER.search(str(exception.get("message"))) is not None
     if not is_lost or len(silent) != 1 or not life.is_dead(silent[0]):
         return None
     # A launcher that names other ranks has ended this one; the error may be about a rank that was done.

@@ -27,6 +27,8 @@ LoaderKey: TypeAlias = tuple[ProcessKey, int | None]
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
 #: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
+#: Share of the batches whose samples workers counted, from which the samples of all are known well enough.
+_MOST_COUNTED = 0.99
 _MOST_EPOCHS = 1e6  # more than one loader ever makes
 #: Waits of a loop are recorded if the thread that trains waits in `next()`. Where another thread loads ahead, they
 #: are estimated, or not known.
@@ -231,19 +233,20 @@ def joined_batches(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
 
 
 def samples_of(tables: RunTables, batches: pd.DataFrame) -> Floats:
-    """Return the samples of each of these rows of `batch`; NaN where neither the loop nor a worker counted them.
+    """Return the samples of each of these rows of `batch`; all NaN if neither the loop nor workers counted most.
 
     A worker that collates what an iterable dataset yields knows how many samples a batch has, the loop does not.
     """
     counts = floats(batches, "samples_count")
-    if np.isfinite(counts).all():
+    if np.isfinite(counts).any():
         return counts
     keys = ["host", "loader", "epoch", "index"]
     made = _with_owner(tables)[[*keys, "owner_pid", "samples_count"]].dropna()
     made = made.drop_duplicates([*keys, "owner_pid"], keep=False)
     asked = batches[keys].assign(owner_pid=floats(batches, "pid"))
-    by_workers = floats(asked.merge(made, how="left", on=[*keys, "owner_pid"]), "samples_count")
-    return np.where(np.isfinite(counts), counts, by_workers)
+    counts = floats(asked.merge(made, how="left", on=[*keys, "owner_pid"]), "samples_count")
+    is_known = np.isfinite(counts).sum() >= _MOST_COUNTED * len(counts)
+    return counts if is_known else np.full(len(counts), np.nan)
 
 
 class Epoch(NamedTuple):
@@ -289,23 +292,26 @@ class AwaitedBatch:
         return f"batch {self.index}, which worker {self.worker} (pid {self.pid}) {what}"
 
 
-def awaited_batch(tables: RunTables, key: ProcessKey) -> AwaitedBatch | None:
-    """Return the batch that follows the last one of a training process; None if the records leave it open.
+def awaited_batch(tables: RunTables, key: ProcessKey, loader: int) -> AwaitedBatch | None:
+    """Return the batch of a loader that a training process waits for; None if the records leave it open.
 
-    The workers take turns (torch/utils/data/dataloader.py, `_try_put_index`), until one of them has no more.
+    The workers take turns (torch/utils/data/dataloader.py, `_try_put_index`), those of an iterable dataset until
+    one has no more.
     """
-    epoch = next((one for one in reversed(epochs_of(tables)) if one.main == key and one.pids), None)
-    if epoch is None or loader_settings(tables).get((key, epoch.loader), {}).get("in_order") is False:
+    epoch = next((one for one in reversed(epochs_of(tables)) if (one.main, one.loader) == (key, loader)), None)
+    setting = loader_settings(tables).get((key, loader), {})
+    if epoch is None or setting.get("in_order") is False or setting.get("iterable"):
         return None
     had, made = (
-        rows[(rows["loader"] == epoch.loader) & (rows["epoch"] == epoch.event["epoch"])]
+        rows[(rows["loader"] == loader) & (rows["epoch"] == epoch.event["epoch"])]
         for rows in (written(tables, "batch", key), tables.stream("fetch"))
     )
     made = made[(made["host"] == key[0]) & made["pid"].isin(epoch.pids.values())]
-    if (floats(made, "index") % len(epoch.pids) != floats(made, "worker")).any():
-        return None
     index = int(np.nanmax(floats(had, "index"), initial=-1)) + 1
-    worker = index % len(epoch.pids)
+    worker = index % max(len(epoch.pids), 1)
+    is_in_turn = (floats(made, "index") % max(len(epoch.pids), 1) == floats(made, "worker")).all()
+    if worker not in epoch.pids or not is_in_turn:
+        return None
     return AwaitedBatch(
         index=index, worker=worker, pid=epoch.pids[worker], is_made=bool((made["index"] == index).any())
     )

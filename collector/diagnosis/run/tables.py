@@ -39,6 +39,7 @@ STRUCTURAL_EVENTS = (
     "process-seen",
     "left-running",
     "loader",
+    "loads-ahead",
     "exception",
     "worker-died",
     "loader-error",

@@ -182,9 +182,10 @@ def _regular_pauses(
     """Find pauses at regular distances; `work` and `other_ns` are without the time of saves.
 
     They are sought in the whole steps, else in the time outside forward, backward and optimizer alone: steps that
-    other programs make longer at random would hide them.
+    other programs make longer at random would hide them. That time counts as far as the step is longer with it.
     """
     outside = np.nan_to_num(floats(steps, "other_ns"))
+    outside = np.minimum(outside, work - float(np.median(work)) + float(np.median(outside)))
     found = (_pauses_in(tables, steps, work, lengths, main, has_save=has_save) for lengths in (work, outside))
     return next(filter(None, found), [])
 

@@ -300,10 +300,15 @@ def test_slow_batches_before_a_timeout_are_told():
 
 @pytest.mark.parametrize(("made", "what"), [(47, "had not made"), (48, "made, and which did not arrive")])
 def test_worker_whose_batch_a_timeout_ended_the_wait_for_is_named(made, what):
+    """A validation whose loader began later, and is over, has nothing to do with it."""
     script = training()
     script.parts["batch"] = [rows[rows["index"] < 48] for rows in script.parts["batch"]]
     script.parts["fetch"] = [rows[rows["index"] <= made] for rows in script.parts["fetch"]]
-    exception(script, "RuntimeError", "DataLoader timed out after 5 seconds")
+    validation = {"loader": 1, "epoch": 0, "worker_pids": [2000, 2001]}
+    script.event(script.now_seconds - 2, "epoch-start", **validation)
+    error = {"type": "RuntimeError", "message": "DataLoader timed out after 5 seconds"}
+    script.event(script.now_seconds - 0.6, "loader-error", loader=0, in_worker=False, **error)
+    exception(script, error["type"], error["message"])
     (found, *_) = diagnose(end_run(end_training(end_workers(script)), 1).tables()).findings
     assert f"It waited for batch 48, which worker 0 (pid {WORKERS[0][1]}) {what}." in found.summary
 

@@ -44,15 +44,21 @@ def test_a_rank_that_called_sys_exit_before_another_one_raised_is_the_cause(exit
     assert reason == ("sys.exit with a message" if cause == 1 else "uncaught exception")
 
 
-@pytest.mark.parametrize(("ends_at", "is_named"), [(8, True), (10, False)])
-def test_a_rank_that_ended_by_itself_before_another_one_lost_it_is_named(ends_at, is_named):
+@pytest.mark.parametrize(
+    ("ends_at", "message", "is_named"),
+    [(8, LOST_PEER, True), (10, LOST_PEER, False), (8, "NCCL error: unhandled cuda error", False)],
+)
+def test_a_rank_that_ended_by_itself_before_another_one_lost_it_is_named(ends_at, message, is_named):
     script = ranks()
-    script.event(START_SECONDS + 9, "exception", RANKS[0], 0, type="RuntimeError", message=LOST_PEER)
+    script.event(START_SECONDS + 9, "exception", RANKS[0], 0, type="RuntimeError", message=message)
     script.event(START_SECONDS + ends_at, "process-exit", RANKS[1], 1, lost_count=0)
+    # A helper that inherited the rank is no rank.
+    script.event(START_SECONDS + 7, "process-exit", ("node", 900, 9000), 0, lost_count=0)
     found, _ = death(script)
     assert found.locus.rank == 0
     assert ("Rank 1 had ended without an error before." in found.summary) == is_named
-    assert (found.advice[0].text == "Let all ranks do the same number of steps") == is_named
+    assert "Rank 0 had ended" not in found.summary
+    assert ("same number of steps" in found.advice[0].text) == is_named
 
 
 def test_a_trial_that_called_sys_exit_is_not_the_cause_of_the_error_of_another_one():

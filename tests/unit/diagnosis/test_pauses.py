@@ -56,6 +56,16 @@ def test_regular_pauses_stand_out_from_longer_steps_that_other_programs_make_at_
     assert pause.locus.stage == "other"
 
 
+def test_time_that_some_steps_record_in_another_phase_is_no_pause():
+    """All steps are equally long; each sixth computes outside forward and backward."""
+    run = STEADY | {"service": jittered(0.005), "consumer": jittered(0.04, 0.02), "batches": 800}
+    script = simulate(**run)
+    for part in script.parts["step"]:
+        moved = np.where(part["step"] % 6 == 0, 0.0, 30e6)
+        part["other_ns"], part["forward_ns"] = part["other_ns"] - moved, moved
+    assert "main-thread-pause" not in loading_findings(script)[1]
+
+
 def test_pauses_that_fall_on_the_start_of_some_epochs_are_regular():
     """Epochs of 100 steps, and a pause every 25 steps: each fourth is in the step in which an epoch starts."""
 
