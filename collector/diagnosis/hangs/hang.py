@@ -225,14 +225,17 @@ def _owing_child(parent: Process, processes: Iterable[Process]) -> Process | Non
     """Return the child that stands still in a wait of its own while a process waits for a message of a child.
 
     Children that wait for a message, or for an item of a queue, are idle, and one that sleeps may do so by design.
+    No child is blamed while another one computes or moves data: that one may owe the message.
     """
     if not _receives(parent):
         return None
     children = (one for one in processes if one.parent_pid == parent.key[1] and one.locus.role == "other")
-    at_work = (
+    at_work = [
         one for one in children if one.main and any(is_in(frame, *PROCESS_BEGIN) for frame in one.main.frames)
-    )
-    still = (one for one in at_work if one.is_stuck and one.moved_seconds_ago is None)
+    ]
+    if any(one.is_busy or one.moved_seconds_ago is not None for one in at_work):
+        return None
+    still = (one for one in at_work if one.is_stuck)
     return next((one for one in still if not (_receives(one) or one.awaits or one.waits == ASLEEP)), None)
 
 

@@ -77,3 +77,15 @@ def test_a_child_that_owes_the_training_a_message_is_the_culprit(frames, waits, 
     add_stacks(script, process(MAIN, IN_RECV, SOCKET), *children, silent=(MAIN,), budgets=budgets)
     (finding,) = find_hangs(script.tables())
     assert (finding.locus.pid, finding.severity) == (pid, severity)
+
+
+@pytest.mark.parametrize("sibling", [{"used_seconds": 2.0}, {"moved_seconds_ago": 3.0}])
+def test_no_child_is_blamed_while_another_one_computes_or_moves_data(sibling):
+    """The one that holds a connection open may be idle, and the other one owe the message."""
+    children = [process(CHILD, ENVIRONMENT, SOCKET, parent=MAIN[1])]
+    children += [process(("node", 3001, 9001), ENVIRONMENT, "waiting for a pipe", parent=MAIN[1], **sibling)]
+    script = start_training()
+    script.add("step", [{"time_ns": ns(START_SECONDS + 1 + index), "step": index} for index in range(10)])
+    add_stacks(script, process(MAIN, IN_RECV, SOCKET), *children, silent=(MAIN,), budgets=4.1)
+    (finding,) = find_hangs(script.tables())
+    assert (finding.locus.pid, finding.severity) == (MAIN[1], "info")
