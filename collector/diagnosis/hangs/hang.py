@@ -311,7 +311,7 @@ def _finding(
     lost = _lost_processes(life, culprit, main, series[-1]["time_ns"], seconds)
     is_alone = bool(lost) and not has_children(culprit, processes.values())
     patience = _patience(culprit, waits, is_alone=is_alone or culprit.is_alone)
-    is_plain = not transfer and _is_plain(life, culprit, patience, silence, series, others_count)
+    is_plain = not transfer and _is_plain(life, culprit, main, patience, silence, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(silence["lasted_seconds"], 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -439,6 +439,7 @@ def _patience(culprit: Process, waits: str | None, *, is_alone: bool) -> float |
 def _is_plain(
     life: Lifecycle,
     culprit: Process,
+    main: ProcessKey,
     patience: float | None,
     silence: Mapping[str, Any],
     series: Series,
@@ -456,8 +457,11 @@ def _is_plain(
     is_at_work = culprit.is_busy or helpers_compute(series)
     if culprit.is_stuck and not is_at_work and patience is not None:
         return budgets >= patience
-    has_work = is_worker or culprit.locus.role == "other"  # what another process waits for
-    if not (has_work or others_count or _may_have_batches_left(life.tables, culprit.key, series)):
+    is_child = culprit.locus.role == "other"
+    # Without a loader, nothing says that an epoch is over.
+    has_work = is_worker or (is_child and written(life.tables, "batch", main).empty)
+    served = main if is_child else culprit.key
+    if not (has_work or others_count or _may_have_batches_left(life.tables, served, series)):
         return False
     return budgets >= LONG_PATIENCE and (is_worker or culprit.is_stuck)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hanging_trainings import only, stacks, training
 from simulated_runs import MAIN, START_SECONDS, ns, start_training
-from stack_events import LIBRARY, LOCK, add_stacks, process
+from stack_events import FOR_AN_INDEX, LIBRARY, LOCK, POLL, WORKERS, add_stacks, process
 
 from collector.diagnosis.hangs.hang import find_hangs
 
@@ -89,3 +90,15 @@ def test_no_child_is_blamed_while_another_one_computes_or_moves_data(sibling):
     add_stacks(script, process(MAIN, IN_RECV, SOCKET), *children, silent=(MAIN,), budgets=4.1)
     (finding,) = find_hangs(script.tables())
     assert (finding.locus.pid, finding.severity) == (MAIN[1], "info")
+
+
+@pytest.mark.parametrize(("dataset_length", "severity"), [(80, "info"), (400, "critical")])
+def test_a_child_that_owes_an_answer_after_the_last_batch_only_may_hang(dataset_length, severity):
+    """An evaluation in a child follows an epoch, and may take long."""
+    child = process(CHILD, ENVIRONMENT, SOCKET, parent=MAIN[1])
+    idle = process(WORKERS[0], FOR_AN_INDEX, POLL)
+    script = stacks(
+        training(dataset_length=dataset_length), process(MAIN, IN_RECV, SOCKET), child, idle, budgets=4.1
+    )
+    finding = only(script)
+    assert (finding.locus.pid, finding.severity) == (3000, severity)
