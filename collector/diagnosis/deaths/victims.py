@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 
 from collector.diagnosis.deaths.dead_workers import DeadWorker
 from collector.diagnosis.run.columns import floats, sampled, whole, written
@@ -23,6 +23,8 @@ _MAX_SEPARATE = 3
 _MOST_PIDS = 8
 #: Exit status of the command `timeout` (coreutils) once the time is over.
 _TIMEOUT_STATUS = 124
+#: Signals that ask a training to end, and may be the one of `timeout -s`.
+_REQUESTS_TO_END = (SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +131,14 @@ def is_timed_out(life: Lifecycle) -> bool:
 def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
     """Return the victims, with the training processes that Ctrl-C or `timeout` ended merged into one.
 
-    `timeout` sends SIGTERM to each process of its group: a worker that ended by it counts as its training process.
+    `timeout` sends its signal to its whole process group: a worker that ended by it counts as its training process.
     """
-    signals = {SIGINT}
-    if is_timed_out(life):
-        signals.add(SIGTERM)
-        victims = [main_victim(life, one.main, SIGTERM) if _ended_with_main(life, one) else one for one in victims]
+    is_over = is_timed_out(life)
+    signals = _REQUESTS_TO_END if is_over else (SIGINT,)
+    if is_over:
+        victims = [
+            main_victim(life, one.main, one.signal) if _ended_with_main(life, one) else one for one in victims
+        ]
     mains: dict[int | None, dict[ProcessKey, Victim]] = {}
     merged = []
     for victim in victims:
@@ -153,8 +157,8 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
 
 
 def _ended_with_main(life: Lifecycle, victim: Victim) -> bool:
-    """Return whether SIGTERM ended a worker whose training did not go on, and no training began after it."""
-    if victim.signal != SIGTERM or victim.locus.role != "worker" or victim.went_on:
+    """Return whether a signal ended a worker whose training did not go on, and no training began after it."""
+    if victim.signal not in _REQUESTS_TO_END or victim.locus.role != "worker" or victim.went_on:
         return False
     return not any(training_start_ns(life.tables, key) > victim.gone_ns for key in life.mains)
 

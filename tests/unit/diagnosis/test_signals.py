@@ -131,6 +131,21 @@ def test_the_command_timeout_is_named_once_and_as_the_end_of_the_training(is_ove
     assert sorted(kinds) == ([("killed", "main")] if is_over else one_each)
 
 
+@pytest.mark.parametrize("signal", [Signals.SIGUSR1, Signals.SIGHUP])
+def test_ranks_that_timeout_ended_share_one_finding_whatever_its_signal(signal):
+    script = exception(training(), "RuntimeError", KILLED_MESSAGE.replace("Killed", "Stopped"))
+    died = {"loader": 0, "epoch": 0, "worker": 1, "worker_pid": WORKERS[1][1], "last_index": 10}
+    script.event(script.now_seconds - 0.6, "worker-died", **died, exit_code=-signal)
+    for rank in range(2):
+        key = ("node", 200 + rank, 8000)
+        script.event(START_SECONDS, "process-start", key, rank, parent_pid=MAIN[1])
+        message = f"Process {key[1]} got signal: {signal.value}"
+        script.event(script.now_seconds - 0.4, "exception", key, rank, type="SignalException", message=message)
+    seen = {"argv": ["timeout"], "is_python": False, "process_pid": 80, "process_start_ticks": 1}
+    script.event(START_SECONDS, "process-seen", COLLECTOR, **seen)
+    assert [(kind, role) for kind, role, *_ in deaths(end_run(script, 124))] == [("killed", "main")]
+
+
 @pytest.mark.parametrize(
     ("status", "words"), [(130, ""), (0, " The command went on, and ended with exit status 0.")]
 )
