@@ -28,6 +28,7 @@ from collector.diagnosis.run.processes import message_lines, process_at, sentenc
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.diagnosis.run.training import own_steps
 from collector.findings import Finding, Limit, Locus
+from collector.store import ProcessKey
 from collector.units import counted, duration, number, percent, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
@@ -179,7 +180,11 @@ def _followers_count(life: Lifecycle, victim: Locus, end_seconds: float | None) 
         for event in life.tables.events_of("process-exit")
         if event["time_ns"] < end_ns and writer_of(event) not in life.exceptions
     }
-    key = next((main for main in life.mains if main[:2] == (victim.host, victim.pid)), None)
+    mains: dict[tuple[str | None, int | None], ProcessKey] = {
+        **{address: slot[0] for address, slot in worker_slots(life.tables).items()},
+        **{main[:2]: main for main in life.mains},
+    }
+    key = mains.get((victim.host, victim.pid))  # a worker stands for its training process
     if key is not None:
         ended |= {one for one, event in life.exceptions.items() if begins_after(life, key, event)}
     others = {*life.mains} - {key, *ended}

@@ -169,6 +169,17 @@ def test_a_training_that_had_ended_before_does_not_follow(exits_after, followers
     assert diagnose(script.tables()).ending.record.followers_count == followers_count
 
 
+def test_a_trial_that_had_failed_before_does_not_follow_the_death_of_a_later_worker():
+    script, trial = killed_for_memory(), ("node", 50, 3000)
+    script.event(START_SECONDS - 9, "process-start", trial)
+    script.event(
+        START_SECONDS - 5, "exception", trial, type="KeyError", message="'label'", site="train.py:37, in main"
+    )
+    script.event(START_SECONDS, "process-start", MAIN)
+    record = diagnose(script.tables()).ending.record
+    assert (record.victim.role, record.followers_count) == ("worker", 0)
+
+
 def test_record_says_how_much_was_trained_after_the_last_checkpoint():
     script = killed_for_memory()
     script.event(SECONDS[30], "checkpoint", begun_ns=ns(SECONDS[29]))
