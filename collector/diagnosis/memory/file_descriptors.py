@@ -49,6 +49,8 @@ from collector.store import ProcessKey
 _NEGLIGIBLE_COUNT = BLOCK_COUNTS[0]
 #: Descriptors of a worker in its training process, at least: both ends of its queue of indices, and its sentinel.
 _FILES_OF_WORKER = 3
+#: Lives of workers differ by less than this factor from epoch to epoch.
+_LONGER = 2.0
 #: Shared memory per descriptor of a tensor that a worker handed over: at least one page.
 _SHARED_BYTES = 4096
 
@@ -223,7 +225,10 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
 
 
 def _longest_life_seconds(tables: RunTables, worker: _Process) -> float:
-    """Return how long the workers of a worker's loader lived until others took their places; inf if none did."""
+    """Return how long the workers of a worker's loader lived until others took their places; inf if none did.
+
+    It is inf as well if this worker has lived twice as long already, as after a first `next(iter(loader))`.
+    """
     host, pid, _ = worker.key
     slot = worker_slots(tables).get((host, pid))
     if slot is None:
@@ -235,7 +240,9 @@ def _longest_life_seconds(tables: RunTables, worker: _Process) -> float:
         if key == main and one_loop.get(loader, loader) == one_loop.get(own_loader, own_loader):
             begins |= {one: float(event["time_ns"]) for one in workers.values() if one not in begins}
     lives = (replaced[one] - begin for one, begin in begins.items() if one in replaced)
-    return max(lives, default=math.inf) / SECOND_NS
+    longest_ns = max(lives, default=math.inf)
+    own_ns = 0.0 if pid in replaced else floats(worker.rows, "time_ns")[-1] - begins[pid]
+    return math.inf if own_ns > _LONGER * longest_ns else longest_ns / SECOND_NS
 
 
 def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:

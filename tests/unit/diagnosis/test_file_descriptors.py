@@ -158,11 +158,13 @@ def restarts(*, are_kept, batch=0):
 def test_files_that_workers_close_with_their_epoch_do_not_run_out():
     """Two epochs of 30 s, whose workers open one file in each half second: far fewer than 1,024 in an epoch."""
 
-    def script(*, epochs):
+    def script(*, epochs, is_tried=False):
         loading = {"workers": 2, "prefetch": 2, "service": jittered(0.2), "consumer": jittered(0.25)}
         made = simulate(**loading, batches=228 // epochs, epochs=epochs, persistent=False)
         events = [event for event in made.events if event["kind"] == "epoch-start"]
         begins = [event["time_ns"] / 1e9 for event in events]
+        if is_tried:
+            made.events.insert(0, {**events[0], "time_ns": events[0]["time_ns"] - 10**9, "worker_pids": [900, 901]})
         for begin, end, event in zip(begins, [*begins[1:], np.inf], events, strict=True):
             seconds = SECONDS[(begin <= SECONDS) & (end > SECONDS)]
             held, opened = np.full(len(seconds), 30 * MIB), 12.0 + np.arange(len(seconds))
@@ -175,6 +177,8 @@ def test_files_that_workers_close_with_their_epoch_do_not_run_out():
 
     assert kinds(script(epochs=2)) == ["fd-leak"]
     assert kinds(script(epochs=1)) == ["fd-leak", "fd-exhaustion-risk"], "how long its workers live is not known"
+    tried = kinds(script(epochs=1, is_tried=True))
+    assert tried == ["fd-leak", "fd-exhaustion-risk"], "a first look at the loader says nothing about an epoch"
 
 
 def test_workers_of_iterators_that_are_kept_are_a_leak():
