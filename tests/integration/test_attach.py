@@ -141,16 +141,20 @@ def test_the_exception_of_a_training_in_a_child_process_is_recorded_with_its_lin
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, torch\nfrom torch.utils.data import DataLoader\n"
-        "def train(number):\n    for batch in DataLoader(torch.ones(8, 1)):\n        pass\n    1 / number\n"
+        "class Lock:\n    def __del__(self):\n        print('released', flush=True)\n"
+        "class Error(Exception):\n    def __bool__(self):\n        return False\n"
+        "def train(number):\n    lock = Lock()\n    for batch in DataLoader(torch.ones(8, 1)):\n        pass\n"
+        "    if not number:\n        raise Error('no rows')\n"
         "if __name__ == '__main__':\n    context = multiprocessing.get_context('" + method + "')\n"
         "    for number in (0, 1):\n        child = context.Process(target=train, args=(number,))\n"
         "        child.start()\n        child.join()\n"
     )
     run = run_attached(script)
     assert run.done.returncode == 0
-    assert "ZeroDivisionError: division by zero" in run.done.stderr
+    assert "Error: no rows" in run.done.stderr
+    assert run.done.stdout.split() == ["released", "released"]
     [event] = map(json.loads, run.events("exception").body)
-    assert (event["type"], event["site"]) == ("ZeroDivisionError", f"{script}:6, in train")
+    assert (event["type"], event["site"]) == ("Error", f"{script}:14, in train")
     assert len(run.events("process-exit")) == 2
 
 

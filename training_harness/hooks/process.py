@@ -63,7 +63,7 @@ def error_of_child() -> BaseException | None:
     The finalizers run while it is handled; from Python 3.13 on they run later (multiprocessing/process.py). A
     forked child also inherits an exception that its parent handles.
     """
-    error = _printed_error or sys.exc_info()[1]
+    error = _printed_error if _printed_error is not None else sys.exc_info()[1]
     trace = error.__traceback__ if error is not None else None
     return error if trace is not None and trace.tb_frame.f_code.co_name == _RUNS_CHILD else None
 
@@ -82,6 +82,7 @@ def _keep_printed_error() -> None:
 
 
 def _farewell_of_child(begun: session.Session) -> None:
+    global _printed_error
     try:
         error = error_of_child()
         if error is not None and session.active is begun:
@@ -89,6 +90,7 @@ def _farewell_of_child(begun: session.Session) -> None:
     except Exception:
         pass
     farewell(begun)
+    _printed_error = None  # it holds the frames of the script
 
 
 def farewell(begun: session.Session | None, *, detached: bool = False) -> None:
