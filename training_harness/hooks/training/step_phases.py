@@ -149,7 +149,8 @@ class Progress:
         """Count the making of an epoch's iterator by a thread, or the end of its workers, as a wait for data."""
         self.calls.run()
         self.on_batch_request(max(begun_ns, self._mark_ns), thread)
-        if self.thread in (0, thread):  # the first batches show who takes them
+        # Until the first batches it is not known which thread takes them.
+        if self.thread in (0, thread):
             self.mark(WAIT if self.sees_batches or not self.thread else OTHER, max(now_ns, self._mark_ns))
 
     def is_ahead(self, thread: int) -> bool:
@@ -163,7 +164,8 @@ class Progress:
     def follow_batches(self, *, has_optimizer: bool) -> None:
         """Let batches end the steps of a process in which no optimizer was ever made.
 
-        With one, another thread may take the batches of an iterator that this thread makes, ahead of the training.
+        If there is an optimizer, another thread may take the batches of an iterator that this thread makes, ahead
+        of the training.
         """
         self.calls.run()
         if not has_optimizer:
