@@ -210,9 +210,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("worker_pids", "list", "process ids of the workers, in the order of their worker ids"),
         Field("begun_ns", "int", "CLOCK_MONOTONIC before the workers were started"),
     ),
-    "loads-ahead": _event(
-        _TRAINING, "a thread other than the training's takes a batch of this loader; once per loader", _LOADER
-    ),
+    "loads-ahead": _event(_TRAINING, "a thread that does not train takes a batch, once per loader", _LOADER),
     "workers-ended": _event(
         _TRAINING,
         "an iterator has shut its workers down",
