@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from threading import get_ident
 from types import FrameType, MethodType
 from typing import Any
@@ -138,8 +139,9 @@ class ForwardHook(Hook):
     def fail(self, error: BaseException) -> None:
         """Remove everything after an error of the hook's own."""
         super().fail(error)
-        self.end_discovery()
-        self._leading.remove()
+        with suppress(Exception):
+            self.end_discovery()
+            self._leading.remove()
 
     def _count_discovered(self, module: Any, frame: FrameType) -> None:
         """Count a module call during discovery, if the module has parameters: transforms and losses have none."""

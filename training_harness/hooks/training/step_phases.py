@@ -138,20 +138,19 @@ class Progress:
         """Count a batch that arrived."""
         self._batches += 1
         self._samples += samples
-        if thread != (self.thread or threading.main_thread().ident):
+        if self.thread not in (0, thread):
             self._loading_threads.add(thread)
-        elif not self.sees_batches:
+            return
+        if not self.sees_batches and thread == self.thread:
             self._see_batches()
-        if self.thread in (0, thread):
-            self.mark(WAIT if self.sees_batches else OTHER, now_ns)
+        self.mark(WAIT if self.sees_batches else OTHER, now_ns)
 
     def count_wait(self, begun_ns: int, now_ns: int, thread: int) -> None:
         """Count the making of an epoch's iterator by a thread, or the end of its workers, as a wait for data."""
         self.calls.run()
         self.on_batch_request(max(begun_ns, self._mark_ns), thread)
-        # Until the first batches it is not known which thread takes them.
         if self.thread in (0, thread):
-            self.mark(WAIT if self.sees_batches or not self.thread else OTHER, max(now_ns, self._mark_ns))
+            self.mark(WAIT if self.sees_batches else OTHER, max(now_ns, self._mark_ns))
 
     def is_ahead(self, thread: int) -> bool:
         """Return whether a thread that takes a batch only loads: others have stepped the optimizers so far."""
@@ -164,11 +163,10 @@ class Progress:
     def follow_batches(self, *, has_optimizer: bool) -> None:
         """Let batches end the steps of a process in which no optimizer was ever made.
 
-        If there is an optimizer, another thread may take the batches of an iterator that this thread makes, ahead
-        of the training.
+        Another thread may load ahead for the one that trains.
         """
         self.calls.run()
-        if not has_optimizer:
+        if self.is_training_thread() or not has_optimizer:
             self._see_batches()
         if self.ended_by <= UNIT_BATCH:
             self.end_steps_by(NOTHING if has_optimizer else UNIT_BATCH)
@@ -278,7 +276,7 @@ class Progress:
     def end(self, current: session.Session, now_ns: int, cpu_ns: int = UNREAD) -> None:
         """End the step: hold its record and begin the next one."""
         spent_ns, outside_cpu_ns = self._phase_ns, MISSING_INT64
-        spent_ns[OTHER] += now_ns - self._mark_ns + (0 if self.sees_batches else spent_ns[WAIT])
+        spent_ns[OTHER] += now_ns - self._mark_ns
         duration_ns = now_ns - self._boundary_ns if self._boundary_ns else MISSING_INT64
         phases_ns = (
             spent_ns[WAIT] if self.sees_batches else MISSING_INT64,
