@@ -12,15 +12,12 @@ from signal import (
     SIGABRT,
     SIGBUS,
     SIGFPE,
-    SIGHUP,
     SIGILL,
     SIGINT,
     SIGKILL,
     SIGQUIT,
     SIGSEGV,
     SIGTERM,
-    SIGUSR1,
-    SIGUSR2,
 )
 from textwrap import shorten
 from typing import Any
@@ -44,6 +41,7 @@ from collector.diagnosis.deaths.lost_ranks import (
 )
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import (
+    REQUESTS_TO_END,
     Victim,
     is_timed_out,
     main_victim,
@@ -65,7 +63,7 @@ from collector.units import counted
 _SIGNAL_STATUS = 128
 #: Signals that programs handle to save their state and end -> the end of such a program.
 _EXITS: dict[int, catalogue.Death] = {
-    **dict.fromkeys((SIGHUP, SIGUSR1, SIGUSR2, SIGTERM), catalogue.EXIT_AFTER_SIGNAL),
+    **dict.fromkeys(REQUESTS_TO_END, catalogue.EXIT_AFTER_SIGNAL),
     SIGINT: catalogue.EXIT_AFTER_INTERRUPT,
 }
 #: Window of the memory of the worker whose exception ended its training.

@@ -24,7 +24,7 @@ _MOST_PIDS = 8
 #: Exit status of the command `timeout` (coreutils) once the time is over.
 _TIMEOUT_STATUS = 124
 #: Signals that ask a training to end, and may be the one of `timeout -s`.
-_REQUESTS_TO_END = (SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2)
+REQUESTS_TO_END = (SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
     `timeout` sends its signal to its whole process group: a worker that ended by it counts as its training process.
     """
     is_over = is_timed_out(life)
-    signals = _REQUESTS_TO_END if is_over else (SIGINT,)
+    signals = REQUESTS_TO_END if is_over else (SIGINT,)
     if is_over:
         victims = [
             main_victim(life, one.main, one.signal) if _ended_with_main(life, one) else one for one in victims
@@ -158,7 +158,7 @@ def merge_mains(life: Lifecycle, victims: Sequence[Victim]) -> list[Victim]:
 
 def _ended_with_main(life: Lifecycle, victim: Victim) -> bool:
     """Return whether a signal ended a worker whose training did not go on, and no training began after it."""
-    if victim.signal not in _REQUESTS_TO_END or victim.locus.role != "worker" or victim.went_on:
+    if victim.signal not in REQUESTS_TO_END or victim.locus.role != "worker" or victim.went_on:
         return False
     return not any(training_start_ns(life.tables, key) > victim.gone_ns for key in life.mains)
 

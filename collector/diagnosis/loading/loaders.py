@@ -300,7 +300,7 @@ def awaited_batch(tables: RunTables, key: ProcessKey, loader: int) -> AwaitedBat
     """
     epoch = next((one for one in reversed(epochs_of(tables)) if (one.main, one.loader) == (key, loader)), None)
     setting = loader_settings(tables).get((key, loader), {})
-    if epoch is None or setting.get("in_order") is False or setting.get("iterable"):
+    if epoch is None or not epoch.pids or setting.get("in_order") is False or setting.get("iterable"):
         return None
     had, made = (
         rows[(rows["loader"] == loader) & (rows["epoch"] == epoch.event["epoch"])]
@@ -308,8 +308,8 @@ def awaited_batch(tables: RunTables, key: ProcessKey, loader: int) -> AwaitedBat
     )
     made = made[(made["host"] == key[0]) & made["pid"].isin(epoch.pids.values())]
     index = int(np.nanmax(floats(had, "index"), initial=-1)) + 1
-    worker = index % max(len(epoch.pids), 1)
-    is_in_turn = (floats(made, "index") % max(len(epoch.pids), 1) == floats(made, "worker")).all()
+    worker = index % len(epoch.pids)
+    is_in_turn = (floats(made, "index") % len(epoch.pids) == floats(made, "worker")).all()
     if worker not in epoch.pids or not is_in_turn:
         return None
     return AwaitedBatch(
