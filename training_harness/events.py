@@ -167,6 +167,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("pin_memory", "bool", "batches are copied to pinned memory"),
         Field("persistent_workers", "bool", "workers outlive the epoch"),
         Field("in_order", "bool", "batches come in the order of their indices"),
+        Field("timeout_seconds", "float", "longest wait for a batch (`timeout`); null: none"),
         Field("start_method", "str", "how workers start: fork, spawn or forkserver"),
         Field("dataset", "str", "class of the dataset"),
         Field("dataset_length", "int", "samples in the dataset"),

@@ -267,6 +267,7 @@ class Agent:
             for event in self._event_tail.read():
                 with self._problems.guard("events"):
                     self._roles.learn(event)
+                    self._hangs.note_event(event)
                     outlets = self._open_outlets() if event["kind"] in _REQUESTS else self._outlets
                     if outlets is not None:
                         outlets.note_event(event)

@@ -14,6 +14,7 @@ from collector.diagnosis.deaths.catalogue import (
     FIX_HANG,
     FIX_LEAK,
     KILLED,
+    READ_STACKS,
     TIMED_OUT,
     WORKER_KILLED,
 )
@@ -84,6 +85,9 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return extended(finding, f"Fix {cause} of that rank first.", consequence_of=cause)
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
         return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
+    if READ_STACKS in finding.advice and _hung(findings, finding):
+        rest = (advice for advice in finding.advice if advice != READ_STACKS)
+        return replace(finding, advice=(FIX_HANG, *rest), consequence_of="hang")
     if finding.kind == "crashed" and _follows_cuda_oom(findings, finding):
         return replace(finding, advice=(FIX_CUDA_OOM, *finding.advice), consequence_of="cuda-oom")
     if _ends_with_optimizers(findings, finding):

@@ -13,6 +13,7 @@ where work is pending.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ PACE_FACTOR = 10.0
 _LEAST_SECONDS = 30.0
 #: Budget before the first step or batch, which waits for imports, compilation, downloads.
 _FIRST_SECONDS = 120.0
+#: Half of a DataLoader's timeout is no usual silence if it is this many times the longest one before.
+_TIMEOUT_FACTOR = 2.0
 #: Dumps of one series, one per tick: they show whether a stack moves.
 SERIES_DUMPS = 3
 #: Most processes of which stacks are read in one tick: 16 take a third of a second.
@@ -52,12 +55,17 @@ Sizes = dict[str, tuple[int, int]]
 
 @dataclass(slots=True)
 class _Pace:
-    """The records of one training process: their sizes, the time of the last one, and the longest silence."""
+    """The records of one training process: their sizes, the time of the last one, and the longest silence.
+
+    `timeout_ns` is the shortest timeout of its DataLoaders, and `loading_ns` the time since when that is known.
+    """
 
     changed_ns: int
     sizes: Sizes | None = None
     longest_ns: int = 0
     series_count: int = 0
+    timeout_ns: float = math.inf
+    loading_ns: int = 0
 
     def note(self, now_ns: int, sizes: Sizes) -> None:
         if sizes and sizes != self.sizes:
@@ -72,7 +80,14 @@ class _Pace:
         return max(_LEAST_SECONDS * 1e9, PACE_FACTOR * self.longest_ns)
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether a series is due: at half of the budget, at the budget, at twice the budget and so on."""
+        """Return whether a series is due: at half of the budget, at the budget, at twice the budget and so on.
+
+        A DataLoader that may raise before then has its first series at half of its timeout.
+        """
+        if not self.series_count and self.timeout_ns >= 2 * _TIMEOUT_FACTOR * self.longest_ns:
+            waited_ns = now_ns - (self.loading_ns if self.sizes is None else self.changed_ns)
+            if waited_ns >= self.timeout_ns / 2:
+                return True
         return now_ns - self.changed_ns >= self.budget_ns * 2.0 ** (self.series_count - 1)
 
 
@@ -137,9 +152,16 @@ class HangWatch:
         self._proc = proc
         self._read = read
         self._paces: dict[LocalProcess, _Pace] = {}
+        self._timeouts_ns: dict[LocalProcess, float] = {}
         self._idleness: _Idleness | None = None
         self._traffic: dict[LocalProcess, _Traffic] = {}
         self._dumps_left = 0
+
+    def note_event(self, event: Mapping[str, Any]) -> None:
+        """Take note of an event of the run: a DataLoader with a timeout."""
+        if event["kind"] == "loader" and (seconds := event.get("timeout_seconds")):
+            process = LocalProcess(event["pid"], event["start_ticks"])
+            self._timeouts_ns[process] = min(seconds * 1e9, self._timeouts_ns.get(process, math.inf))
 
     def tick(self, now_ns: int, alive: Iterable[LocalProcess]) -> dict[str, Any] | None:
         """Return the fields of a `stacks` event if stacks are due; call it once per sample."""
@@ -152,6 +174,9 @@ class HangWatch:
         self._paces = {process: self._paces.get(process) or _Pace(now_ns) for process in mains}
         for process, pace in self._paces.items():
             pace.note(now_ns, sizes.get(process.pid, {}))
+            pace.timeout_ns = self._timeouts_ns.get(process, math.inf)
+            if math.isinf(pace.timeout_ns):
+                pace.loading_ns = now_ns
         due = [pace for pace in self._paces.values() if pace.is_due(now_ns)]
         if due:
             self._dumps_left = SERIES_DUMPS

@@ -73,14 +73,20 @@ FIX_CUDA_OOM = Advice(
     text="See cuda-oom first: CUDA memory ran out in this process, and no step ended between that and this error",
     expected="the script gets past it, if this error follows from it",
 )
+#: Advice on a DataLoader that timed out, where no stacks show at what.
+READ_STACKS = Advice(
+    text="Run `tidegauge stacks` while the training waits, with a longer timeout",
+    expected="it names the awaited worker, and the line that it executes",
+)
 FIX_HANG = Advice(
-    text="Fix the hang first: the training made no progress before it was ended",
+    text="Fix the hang first: the training made no progress before its end",
     expected="the training goes on",
 )
-#: Advice on a rank that lost one that had ended.
+#: Advice where ranks wait in a collective for one that has left the loop, or has ended.
 EQUAL_STEPS = Advice(
-    text="Let all ranks do the same number of steps",
-    expected="no rank waits in a collective for one that has ended",
+    text="Let all ranks do the same number of steps: shards of equal size (DistributedSampler, drop_last=True), or "
+    "`with model.join():` around the loop",
+    expected="no rank waits in a collective for one that has left the loop",
 )
 #: Advice on a training process that grew until the kernel killed it, with no leak that is certain.
 FIND_KEPT = Advice(

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths.catalogue import EQUAL_STEPS, READER_GONE
+from collector.diagnosis.deaths.catalogue import EQUAL_STEPS, READ_STACKS, READER_GONE
 from collector.diagnosis.loading.loaders import awaited_batch, living_workers, loader_settings
 from collector.diagnosis.loading.uneven_ranks import batches_meanwhile, uneven_ranks
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import FULL_RATIO
 from collector.diagnosis.memory.shared_memory import SharedMemory
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, last, peak, sampled, seconds
+from collector.diagnosis.run.exceptions import LOADER_TIMEOUT
 from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of, sentence
@@ -155,18 +156,14 @@ def _shared_memory(raised: _Raised) -> Cause:
 def _timeout(raised: _Raised) -> Cause:
     fetches = raised.tables.stream("fetch")
     longest = peak(floats(fetches, "getitem_ns") + floats(fetches, "collate_ns")) / SECOND_NS
-    stacks = Advice(
-        text="Run `tidegauge stacks` while the training waits, with a longer timeout",
-        expected="it names the awaited worker, and the line that it executes",
-    )
     if not math.isfinite(longest):
-        return Cause(advice=(stacks,))
+        return Cause(advice=(READ_STACKS,))
     errors = raised.tables.events_of("loader-error", by=raised.key)
     late = awaited_batch(raised.tables, raised.key, errors[-1]["loader"]) if errors else None
     which = f" It waited for {late.words}." if late else ""
     return Cause(
         sentence=f"{which} No batch took its worker longer than {duration(longest)} before.",
-        advice=(stacks,),
+        advice=(READ_STACKS,),
         evidence=(fact("longest_fetch_seconds", round(longest, 4), "run", n=len(fetches)),),
     )
 
@@ -475,7 +472,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], Callable[[_Raised], Cause | None]], ...] =
             r"non-leaf tensor which requires_grad|out=\.\.\. arguments don't support automatic diff",
             _within("utils/data", _GRADIENT),
         ),
-        (r"DataLoader timed out", _timeout),
+        (LOADER_TIMEOUT, _timeout),
         (r"finished its bootstrapping phase", _MAIN_GUARD),
         (r"[Cc]an(?:no|')t pickle|Can't get (?:local object|attribute)", _within("multiprocessing", _PICKLE)),
         (r"unable to lock file", _HDF5_LOCK),

@@ -168,6 +168,21 @@ _LOAD_AHEAD = Advice(
     expected="the training waits less, or not at all, for a slow download",
     effect="changes memory",
 )
+#: Advice on ranks that are all in a collective: at different lines, and at the same line.
+ONE_ORDER = Advice(
+    text="Call each collective on all ranks and in one order: none in a branch that only some ranks enter, such as "
+    "`if rank == 0`. With TORCH_DISTRIBUTED_DEBUG=DETAIL, an error names the calls that differ",
+    expected="each rank enters the same collective",
+)
+ONE_SHAPE = Advice(
+    text="Run with TORCH_DISTRIBUTED_DEBUG=DETAIL: an error names calls that differ in the collective or the shape "
+    "of its tensor. If none does, look at the network between the ranks",
+    expected="an error in place of the hang",
+)
+#: Advice on a rank that others wait for in a collective after it has ended.
+FIX_END = Advice(
+    text="Find out first what ended that rank: its own finding, its log, `dmesg`", expected="the others do not hang"
+)
 HANG = Death(kind="hang", sentence="{what} has not trained for {silent}: it is {does}{where}{held}.")
 HANG_WITHOUT_HOOKS = replace(
     HANG,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from collector.diagnosis.deaths.catalogue import EQUAL_STEPS
 from collector.diagnosis.hangs import catalogue
 from collector.diagnosis.hangs.recorded_ranks import (
     LONG_PATIENCE,
@@ -62,11 +63,11 @@ from collector.diagnosis.run.columns import (
     whole,
     written,
 )
-from collector.diagnosis.run.exceptions import raised_in
+from collector.diagnosis.run.exceptions import has_loader_timed_out, raised_in
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_raised
 from collector.diagnosis.run.processes import last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables, writer_of
-from collector.findings import SEVERITIES, Advice, Finding, Severity, extended, fact
+from collector.findings import SEVERITIES, Finding, Severity, extended, fact
 from collector.flight_recorder import Standstill, ranks_words
 from collector.stacks import ASLEEP, AT_FUTEX, AT_LOCK, POLLS, PROCESS_BEGIN, WAITS_FOR_BATCH, is_in
 from collector.store import ProcessKey
@@ -75,27 +76,6 @@ from training_harness.records import ROLE_WORKER
 
 #: A child that ended this long before the silence, at most, may be its cause: the training finishes its step.
 _AT_ONCE_SECONDS = 5.0
-#: Advice on a rank that others wait for in a collective while it stands elsewhere.
-_EQUAL_STEPS = Advice(
-    text="Check that all ranks do the same number of steps: shards of equal size (DistributedSampler, "
-    "drop_last=True), or `with model.join():` around the loop",
-    expected="no rank waits in a collective for one that has left the loop",
-)
-#: Advice on ranks that are all in a collective: at different lines, and at the same line.
-_ONE_ORDER = Advice(
-    text="Call each collective on all ranks and in one order: none in a branch that only some ranks enter, such as "
-    "`if rank == 0`. With TORCH_DISTRIBUTED_DEBUG=DETAIL, an error names the calls that differ",
-    expected="each rank enters the same collective",
-)
-_ONE_SHAPE = Advice(
-    text="Run with TORCH_DISTRIBUTED_DEBUG=DETAIL: an error names calls that differ in the collective or the shape "
-    "of its tensor. If none does, look at the network between the ranks",
-    expected="an error in place of the hang",
-)
-#: Advice on a rank that others wait for in a collective after it has ended.
-_FIX_END = Advice(
-    text="Find out first what ended that rank: its own finding, its log, `dmesg`", expected="the others do not hang"
-)
 #: A pipe of `multiprocessing` in which a process waits for a message.
 _RECEIVES = ("_recv", "multiprocessing/connection.py")
 _DELIVERED = (AWAITS_QUEUE, AWAITS_ROOM, AWAITS_TASK)  # waits for what another thread delivers or takes
@@ -185,7 +165,7 @@ def _in_one(life: Lifecycle, found: list[tuple[Process, Finding]]) -> list[tuple
     merged = replace(
         finding,
         summary=f"{finding.summary} {everyone} ranks stand in a collective, {standing}.",
-        advice=(_ONE_SHAPE if is_one_line else _ONE_ORDER, *finding.advice[1:]),
+        advice=(catalogue.ONE_SHAPE if is_one_line else catalogue.ONE_ORDER, *finding.advice[1:]),
         fault=None if is_one_line else "your code",
     )
     return [(process, merged)]
@@ -333,18 +313,20 @@ def _finding(
         hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(silence["lasted_seconds"]),
     )
+    if is_worker and loader_settings(life.tables).get((main, culprit.locus.loader), {}).get("timeout_seconds"):
+        found = replace(found, advice=())  # which is to set one
     found = catalogue.with_remedy(found, waits, life, culprit)
     if culprit.is_unread:
         found = extended(found, f"Its line is unknown: {culprit.error}.")
     if ended:
         found = extended(
-            found, f"{sentence(ended[0])} had ended by then, and enters no collective.", advice=(_FIX_END,)
+            found, f"{sentence(ended[0])} had ended by then, and enters no collective.", advice=(catalogue.FIX_END,)
         )
     uneven = uneven_ranks(life.tables) if culprit.is_in_collective or others_count else None
     if uneven is not None:
         found = extended(found, uneven.sentence, *uneven.evidence, advice=(uneven.advice,), fault="your code")
     elif others_count and culprit.locus.role == "main" and waits != COLLECTIVE:
-        found = replace(found, advice=(*found.advice, _EQUAL_STEPS))
+        found = replace(found, advice=(*found.advice, EQUAL_STEPS))
     waits_for_itself = not is_worker and (waits or "").startswith(AT_LOCK)
     if waits_for_itself or (waits is not None and waits == culprit.awaits):
         found = extended(found, culprit.other_threads)
@@ -450,7 +432,7 @@ def _is_plain(
     budgets = float(silence["silent_seconds"] / silence["budget_seconds"])
     if culprit.is_in_long_phase:
         return False
-    if _has_lost_thread(life, culprit, silence, series):
+    if _has_lost_thread(life, culprit, silence, series) or (is_worker and has_loader_timed_out(life, main)):
         return True
     if budgets < 1 or (culprit.is_busy and not is_worker):
         return False

@@ -19,6 +19,8 @@ from collector.stacks import Frame
 from collector.store import ProcessKey
 
 _FROM_WORKER = "in DataLoader worker process"
+#: Begin of the error of a DataLoader that has waited for a batch as long as its `timeout` allows.
+LOADER_TIMEOUT = "DataLoader timed out"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
@@ -87,3 +89,8 @@ def _own_frame(text: str) -> str | None:
     quoted = (Frame(call, path, int(line)) for path, line, call in _FRAME.findall(text))
     own = [frame for frame in quoted if frame.is_own]
     return f"{own[-1].path}:{own[-1].line}, in {own[-1].function}" if own else None
+
+
+def has_loader_timed_out(life: Lifecycle, key: ProcessKey) -> bool:
+    """Return whether a process ended since it waited for a batch longer than its DataLoader's timeout."""
+    return key in life.exceptions and message_lines(life.exceptions[key])[0].startswith(LOADER_TIMEOUT)

@@ -36,6 +36,11 @@ class Training:
         self._journal = directory / f"{HOST}.{MAIN.pid}.batch.0.journal"
         self._watch = HangWatch(directory, HOST, roles, read=read)
 
+    def set_timeout(self, seconds):
+        loader = {"kind": "loader", "pid": MAIN.pid, "start_ticks": MAIN.start_ticks, "timeout_seconds": seconds}
+        self._watch.note_event(loader)
+        return self
+
     def train(self, seconds, every=1):
         for second in range(seconds):
             if second % every == 0:
@@ -90,6 +95,19 @@ def test_a_training_without_a_first_batch_has_two_minutes_for_its_start(training
     assert training.times == []
     training.wait(80)
     assert training.taken[-1][1]["silent"][0]["longest_seconds"] is None
+
+
+@pytest.mark.parametrize(("batches_seconds", "timeout_seconds"), [(60, 8), (0, 8), (0, 40)])
+def test_stacks_are_taken_before_a_loader_times_out(training, batches_seconds, timeout_seconds):
+    begin = training.wait(20).set_timeout(timeout_seconds).train(batches_seconds).now
+    training.wait(timeout_seconds)
+    first, _ = training.taken[0]
+    assert first - begin == pytest.approx(timeout_seconds / 2, abs=1)
+    assert len(training.taken) == SERIES_DUMPS
+
+
+def test_steps_that_take_as_long_as_the_timeout_of_the_loader_are_left_alone(training):
+    assert training.set_timeout(8).train(300, every=6).times[SERIES_DUMPS:] == []
 
 
 def test_a_new_batch_ends_the_series_and_the_next_silence_begins_anew(training):

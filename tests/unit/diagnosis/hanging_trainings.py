@@ -13,11 +13,17 @@ from collector.diagnosis.hangs.hang import find_hangs
 OTHER_RANK = ("node", 200, 5100)
 
 
-def training(*, batches=10, dataset_length=400, script=None, key=MAIN, rank=None):
+def training(*, batches=10, dataset_length=400, script=None, key=MAIN, rank=None, timeout_seconds=None):
     """Return a training with two workers that has had some `batches` of 8 samples."""
     script = start_training(script, key=key, rank=rank)
     begin = START_SECONDS + 1
-    script.event(begin, "loader", key, rank, loader=0, dataset_length=dataset_length, batch_size=8, num_workers=2)
+    loader = {
+        "dataset_length": dataset_length,
+        "batch_size": 8,
+        "num_workers": 2,
+        "timeout_seconds": timeout_seconds,
+    }
+    script.event(begin, "loader", key, rank, loader=0, **loader)
     pids = [worker[1] + key[1] - MAIN[1] for worker in WORKERS]
     script.event(begin, "epoch-start", key, rank, loader=0, epoch=0, worker_pids=pids, begun_ns=ns(begin))
     times = [begin + 0.5 * index for index in range(batches)]

@@ -146,6 +146,7 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "pin_memory": bool(getattr(loader, "pin_memory", False)),
         "persistent_workers": bool(getattr(loader, "persistent_workers", False)),
         "in_order": getattr(loader, "in_order", True),
+        "timeout_seconds": getattr(loader, "timeout", None) or None,
         "start_method": start_method_of(loader),
         "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
