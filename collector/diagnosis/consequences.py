@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from collector.diagnosis.deaths.catalogue import (
+    EXPLAIN_SILENCE,
     FIND_CACHE,
     FIND_KEPT,
     FIND_OUTPUTS,
@@ -88,6 +89,8 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if READ_STACKS in finding.advice and _hung(findings, finding):
         rest = (advice for advice in finding.advice if advice != READ_STACKS)
         return replace(finding, advice=(FIX_HANG, *rest), consequence_of="hang")
+    if finding.advice == TIMED_OUT.advice and any(one.kind == "hang" for one in findings):
+        return replace(finding, advice=(EXPLAIN_SILENCE, *finding.advice))
     if finding.kind == "crashed" and _follows_cuda_oom(findings, finding):
         return replace(finding, advice=(FIX_CUDA_OOM, *finding.advice), consequence_of="cuda-oom")
     if _ends_with_optimizers(findings, finding):

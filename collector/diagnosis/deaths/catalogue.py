@@ -82,6 +82,11 @@ FIX_HANG = Advice(
     text="Fix the hang first: the training made no progress before its end",
     expected="the training goes on",
 )
+#: The same where the silence may be no hang yet.
+EXPLAIN_SILENCE = Advice(
+    text="Look at the hang finding first: the training made no progress when its time was over",
+    expected="more time helps only if the training goes on by itself",
+)
 #: Advice where ranks wait in a collective for one that has left the loop, or has ended.
 EQUAL_STEPS = Advice(
     text="Let all ranks do the same number of steps: shards of equal size (DistributedSampler, drop_last=True), or "

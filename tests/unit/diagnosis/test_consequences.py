@@ -67,6 +67,13 @@ def test_a_kill_follows_from_a_hang_of_the_process_that_was_killed(end, hanging,
     assert (found.consequence_of == "hang") == found.advice[0].text.startswith("Fix the hang first") == follows
 
 
+def test_more_time_is_not_the_first_advice_where_a_training_may_hang():
+    end = killed(RANKS[0], catalogue.TIMED_OUT)
+    found = next(one for one in without_consequences([end, hang(WORKER, "info")]) if one.kind == "killed")
+    assert [advice.text.split()[0] for advice in found.advice] == ["Look", "Give"]
+    assert found.consequence_of is None  # it may be slow
+
+
 SHARED = fact("process_shm_rise_bytes", 9e8, "same window")
 NO_ROOM = killed(RANKS[0], catalogue.FAILED_EXIT, fact("shm_used_peak_bytes", 6e7, "run"))
 NO_FILE = replace(killed(RANKS[0], catalogue.FAILED_EXIT), advice=OPEN_FILES.leak_advice)
