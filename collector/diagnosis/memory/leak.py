@@ -369,9 +369,9 @@ def leak_finding(resource: Resource, growing: GrowingUse, *, iterates: bool = Tr
     sentences of the resource, besides those of the growth and the locus.
     """
     use, witnesses = growing.use, growing.witnesses
-    words = {**asdict(use.locus), **growing.words, **words}
-    grows = resource.grows.format(**words)
     at = use.at_occasions(CONFIRMED * growing.trend.rise)
+    words = {**asdict(use.locus), **growing.words, **({"per_step": ""} if at else {}), **words}
+    grows = resource.grows.format(**words)
     if at is not None:
         each = quantity(round(at.rise), use.unit)
         grows += f" It grows by {each} around each {at.words} ({at.count} seen), and hardly in between."
