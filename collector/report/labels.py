@@ -112,6 +112,7 @@ LABELS = {
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "limit_met_before_end_ratio": "futures that meet the limit before the end",
     "shm_filled_per_tick_bytes": "growth of /dev/shm between two samples",
+    "address_space_rise_bytes": "growth of private address space",
     "inherited_by_workers_rise_bytes": "growth of what new workers inherit",
     "run_processes_rise_bytes": "growth of the run's processes",
     "run_held_bytes": "memory of the run's processes",

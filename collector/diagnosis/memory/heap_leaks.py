@@ -246,7 +246,8 @@ def _main_witnesses(
 ) -> tuple[Evidence, ...] | None:
     """Return what confirms a growth: nothing if private memory was read too seldom, None if something denies it."""
     tables, times = use.tables, use.times
-    if share_of(times, floats(rows, "data_bytes") - free, trend) < CONFIRMED:
+    asked_for = floats(rows, "data_bytes") - free
+    if share_of(times, asked_for, trend) < CONFIRMED:
         return None  # it only fills memory that it had allocated before
     forks = _forks(tables, key, times)
     private = cumulative_rise(private_bytes(rows) - free, forks)
@@ -256,8 +257,11 @@ def _main_witnesses(
         return None  # resident, but not written: mapped files, on a kernel that does not count them apart
     at, demand = demand_series(tables, str(use.locus.host))
     lasts = at <= times[-1]  # the fall at the end of the process would hide growth before it
+    # Where the kernel counts files apart, the rest was written, and address space is the second measurement.
+    is_unread = math.isnan(written_ratio) and np.isfinite(floats(rows, "file_bytes")).any()
     series = {
         "private_dirty_rise_bytes": (times, private),
+        **({"address_space_rise_bytes": (times, asked_for)} if is_unread else {}),
         "inherited_by_workers_rise_bytes": _inherited(tables, key),
         "host_demand_rise_bytes": (at[lasts], demand[lasts]),
     }

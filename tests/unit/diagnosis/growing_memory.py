@@ -31,16 +31,22 @@ def memory(
     noise=0.3,
     free=None,
     free_in_workers=None,
+    files_known=False,
     **host_settings,
 ):
-    """Add samples of all processes: growth in MiB over their first size; `free` is free memory of a heap."""
+    """Add samples of all processes: growth in MiB over their first size; `free` is free memory of a heap.
+
+    With `files_known`, the kernel counts the mapped files of the training process, and its address space.
+    """
     generator = np.random.default_rng(0)
 
     def series(base, growth):
         return (base + growth + noise * generator.normal(size=60)) * MIB
 
     private = main if main_private is None else main_private
-    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=series(300, private), rss=series(500, main))
+    held = series(300, private), series(500, main)
+    more = {"file_bytes": FLAT, "data_bytes": held[1]} if files_known else {}
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held[0], rss=held[1], **more)
     private = workers if workers_private is None else workers_private
     for worker, key in enumerate(WORKERS):
         held, resident = series(10, private), series(320, workers)

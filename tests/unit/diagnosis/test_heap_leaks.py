@@ -304,6 +304,13 @@ def test_the_hosts_demand_confirms_growth_where_private_memory_was_not_read():
     assert kinds(script) == ["main-heap-leak"]
 
 
+def test_anonymous_memory_and_address_space_confirm_a_leak_where_private_memory_was_not_read():
+    grown = {"main": 300 * RAMP, "main_private": UNREAD, "total": 10**14}
+    [leak] = findings_of(memory(training(), **grown, files_known=True))
+    assert (leak.kind, leak.severity) == ("main-heap-leak", "warning")
+    assert leak.value_of("address_space_rise_bytes") == pytest.approx(250 * MIB, rel=0.1)
+
+
 def test_growth_of_other_programs_is_no_evidence_of_a_leak_that_private_memory_confirms():
     for host, shown in ((300 * RAMP, True), (900 * RAMP, False)):
         [leak] = findings_of(memory(training(), main=300 * RAMP, host=host, total=10**14))
