@@ -30,8 +30,24 @@ _OF_CRASH = {
     "shm_used_peak_bytes": "/dev/shm",
     "longest_fetch_seconds": "data loading",  # DataLoader timed out
 }
+#: Check -> the rules (`verdict.diagnose`) without which it cannot be made.
+_RULES = {
+    "how the run ended": ("deaths", "hangs"),
+    "host memory": ("risk",),
+    "training process's memory": ("leaks", "processes"),
+    "workers' memory": ("leaks",),
+    "open files": ("descriptors",),
+    "/dev/shm": ("shared memory",),
+    "GPU memory": ("device growth", "device risk"),
+    "data loading": ("stalls",),
+    "pauses of the training": ("pauses",),
+    "ranks": ("ranks",),
+    "records": ("trust",),
+}
 #: Checks that read what the hooks record.
 _OF_HOOKS = ("workers' memory", "data loading", "pauses of the training")
+#: Evidence that a rule failed; the rule is its window.
+RULE_ERROR = "rule_error"
 _LEAST_READINGS = 2
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
@@ -48,6 +64,9 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     obstacle = _CHECKS[name](tables)
     if obstacle and name in _OF_HOOKS and life.watched and not life.mains:
         obstacle = "watched from outside"
+    failed = {item.window for finding in findings for item in finding.evidence if item.name == RULE_ERROR}
+    if not failed.isdisjoint(_RULES[name]):
+        obstacle = "its rule failed"
     found = [finding for finding in findings if name in _failed_by(finding)]
     growths = [finding for finding in found if finding.group == "memory leak" and finding.severity == "info"]
     troubles = [finding for finding in found if not finding.is_healthy and finding not in growths]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from collector.diagnosis.checks import checks_of
+from collector.diagnosis.checks import RULE_ERROR, checks_of
 from collector.diagnosis.consequences import rises_bytes, without_consequences
 from collector.diagnosis.deaths.deaths import find_deaths
 from collector.diagnosis.ending import Ending, ending_of
@@ -190,4 +190,4 @@ def _guarded(name: str, rule: Callable[..., list[Finding]], *arguments: object) 
         return rule(*arguments)
     except Exception as error:  # noqa: BLE001
         summary = f"The rule {name!r} failed on this run and has no verdict: {type(error).__name__}: {error}"
-        return [cannot_tell(summary, fact("rule_error", repr(error)[:300], "run"))]
+        return [cannot_tell(summary, fact(RULE_ERROR, repr(error)[:300], name))]

@@ -44,6 +44,7 @@ from collector.diagnosis.run.training import iterates, steps_within, while_runni
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Finding, Limit, Locus, extended, fact
 from collector.store import ProcessKey
+from collector.units import listed
 
 #: A rise below one descriptor per block of a trend is a few single events.
 _NEGLIGIBLE_COUNT = BLOCK_COUNTS[0]
@@ -98,8 +99,10 @@ def find_descriptors(tables: RunTables) -> list[Finding]:
     findings = []
     for group in groups.values():
         _, nearest = max(group, key=lambda member: member[0])
-        are_several = nearest.kind == "fd-leak" and len(group) > 1
-        findings.append(extended(nearest, f"{len(group)} workers of this loader do." if are_several else ""))
+        numbers = {finding.locus.worker for _, finding in group} - {nearest.locus.worker}
+        others = sorted(number for number in numbers if number is not None)
+        alike = f"So {'do workers' if len(others) > 1 else 'does worker'} {listed(others)}." if others else ""
+        findings.append(extended(nearest, alike if nearest.kind == "fd-leak" else ""))
     return findings
 
 
@@ -195,7 +198,9 @@ def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     replaced = (
         lives.index.get_level_values("process_pid").map(_replaced_ns(tables, host)).to_numpy(dtype=np.float64)
     )
-    return np.sort(floats(lives, "min")), np.sort(np.fmin(floats(lives, "max"), replaced))
+    begins = floats(lives, "min")
+    ends = np.fmin(floats(lives, "max"), replaced)
+    return np.sort(begins), np.sort(np.maximum(begins, ends))  # one may be seen first after it was replaced
 
 
 def _seen_alive(tables: RunTables, host: str) -> pd.DataFrame:
