@@ -16,7 +16,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from collector.diagnosis import LEAST_LOST_RATIO, Verdict
+from collector.diagnosis import LAST_MINUTE_SECONDS, LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import (
     Advice,
@@ -333,12 +333,14 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
         )
         batch = [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
         activity = batch if state["step"] is None else [counted(state["step"] + 1, "step")]
+        ago = -(state["seconds"] or 0.0)
+        phase = f"last seen {duration(ago)} before the end" if ago > LAST_MINUTE_SECONDS else state["phase"]
         table.add_row(
             wording.locus(process).replace("training process", "training"),
             # Resident memory, where nothing else was read, counts shared pages in full.
             f"{'≤ ' if state['pss_bytes'] is None and state['held_bytes'] else ''}{size(state['held_bytes'])}",
             "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
-            ", ".join([*activity, *([state["phase"]] if state["phase"] else [])]),
+            ", ".join([*activity, *([phase] if phase else [])]),
         )
     earlier = wording.earlier_workers(verdict.summary["earlier_workers_count"])
     yield _grid([("processes", table), *([("", Text(earlier))] if earlier else [])])

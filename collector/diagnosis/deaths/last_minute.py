@@ -23,7 +23,7 @@ from collector.diagnosis.run.columns import (
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
-from collector.diagnosis.run.tables import RunTables, writer_of
+from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.store import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLES
 
@@ -33,6 +33,8 @@ _MEMORY = ["held_bytes", "rss_bytes", "pss_bytes", "private_dirty_bytes", "swap_
 _NAMES = {"process_pid": "pid", "process_start_ticks": "start_ticks", "process_rank": "rank"}
 #: Stream -> the phase that begins when a record of it is written.
 _NEXT_PHASES = {"step": "between steps", "batch": "forward or backward", "device_memory": "optimizer"}
+#: The phase after a step without a DataLoader, where no record says that the forward pass begins.
+_PHASE_WITHOUT_BATCHES = "outside the optimizer"
 
 
 def last_minute(tables: RunTables) -> pd.DataFrame:
@@ -42,6 +44,22 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     and `seconds`, counted from the end of the training there, so mostly below 0; `held_bytes` (see
     `columns.held_bytes`), `rss_bytes`, `pss_bytes`, `private_dirty_bytes`, `swap_bytes`, NaN where not read.
     """
+    samples = _samples(tables)
+    return samples[samples["seconds"] >= -LAST_MINUTE_SECONDS].reset_index(drop=True)
+
+
+def _earlier_trainings(tables: RunTables) -> pd.DataFrame:
+    """Return the last minute of each training process that ended before the last minute of its host."""
+    samples = _samples(tables)
+    ended = samples.groupby(WRITER)["seconds"].transform("max")
+    is_main = pd.MultiIndex.from_frame(samples[WRITER]).isin(lifecycle_of(tables).mains)
+    is_last = samples["seconds"] >= ended - LAST_MINUTE_SECONDS
+    return samples[is_main & is_last & (ended < -LAST_MINUTE_SECONDS)]
+
+
+@once
+def _samples(tables: RunTables) -> pd.DataFrame:
+    """Return the samples of all processes of the run, with the columns of `last_minute`."""
     process = tables.stream("process")
     has_role = np.isin(floats(process, "role"), [role for role in range(len(ROLES)) if role != ROLE_COLLECTOR])
     rows = process[has_role & (floats(process, "alive") != 0)].dropna(subset=PROCESS)
@@ -51,22 +69,22 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     seconds = (floats(rows, "time_ns") - rows["host"].map(_ends_ns(tables, rows)).to_numpy(np.float64)) / SECOND_NS
     roles = [ROLES[int(role)] for role in floats(rows, "role")]
     rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)
-    rows = rows[seconds >= -LAST_MINUTE_SECONDS][[*PROCESS, *_PLACE, "time_ns", "seconds", *_MEMORY]]
-    samples: pd.DataFrame = rows.rename(columns=_NAMES).reset_index(drop=True)
+    samples: pd.DataFrame = rows[[*PROCESS, *_PLACE, "time_ns", "seconds", *_MEMORY]].rename(columns=_NAMES)
     return samples
 
 
 def last_states(tables: RunTables) -> pd.DataFrame:
-    """Return one row per process that lived in the last minute, the training processes first.
+    """Return one row per process that lived in the last minute, and per training process that ended before.
 
-    Workers of earlier epochs that had ended are left out (`earlier_workers`): a short epoch would list many.
+    The training processes come first. Workers of earlier epochs that had ended are left out (`earlier_workers`): a
+    short epoch would list many.
 
     Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
     read, before what an exception that ended it freed; `held_rise_bytes`, from the first sample of
     that minute; `step`, the last that it ended; `batch`, the index of the last that it got or made; and `phase`,
     which its last record began. Unknown values are NaN or None.
     """
-    samples = last_minute(tables)
+    samples = pd.concat([last_minute(tables), _earlier_trainings(tables)], ignore_index=True)
     states = samples.groupby(WRITER, sort=False)[["role", "rank", "loader", "worker", "seconds"]].last()
     # A process that an exception ends gives back what its frames held before it is gone.
     raised_ns = {key: event["time_ns"] for key, event in lifecycle_of(tables).exceptions.items()}
@@ -135,7 +153,9 @@ def _progress(
     batches = records["fetch"] if records["batch"].empty else records["batch"]
     times = {name: last(floats(records[name], "time_ns")) for name in _NEXT_PHASES if len(records[name])}
     framework_phases = [str(event["phase"]) for event in tables.events_of("phase", by=key)]
-    phase = _NEXT_PHASES[max(times, key=times.__getitem__)] if times else None
+    newest_stream = max(times, key=times.__getitem__, default="")
+    is_open = newest_stream == "step" and "batch" not in times
+    phase = _PHASE_WITHOUT_BATCHES if is_open else _NEXT_PHASES.get(newest_stream)
     if framework_phases and framework_phases[-1] != "train":  # the framework knows better
         phase = framework_phases[-1]
     return last(floats(records["step"], "step")), last(floats(batches, "index")), phase

@@ -126,6 +126,29 @@ def test_workers_of_earlier_epochs_are_counted_and_not_listed():
     assert "3 workers of earlier epochs had ended before." in stream.getvalue()
 
 
+def test_training_that_ended_minutes_before_the_others_has_its_last_memory():
+    script = killed_training()
+    first = ("node", 800, 2000)
+    seconds = [START_SECONDS + second for second in range(20)]
+    held = [150 * MIB] * 20
+    start_training(script, key=first, rank=1)
+    sample_process(script, seconds, first, ROLE_MAIN, private=held, rss=held, rank=1)
+    verdict = diagnose(script.tables())
+    [state] = [state for state in verdict.summary["last_minute"] if state["pid"] == first[1]]
+    assert (state["rank"], state["held_bytes"]) == (1, 150 * MIB)
+    assert state["seconds"] < -60
+    stream = io.StringIO()
+    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", command=in_words))
+    assert "last seen 1 min 40 s before the end" in stream.getvalue()
+
+
+def test_phase_of_a_step_is_open_where_no_loader_says_when_it_begins():
+    script = killed_training()
+    del script.parts["batch"]
+    [main] = [state for state in last_states(script.tables()).to_dict("records") if state["role"] == "main"]
+    assert main["phase"] == "outside the optimizer"
+
+
 def test_live_run_has_no_last_minute_and_unsampled_run_has_steps():
     script = killed_training()
     del script.manifest["exit_status"]
