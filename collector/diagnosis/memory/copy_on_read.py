@@ -176,7 +176,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> 
         for one in (unmatched, missing)
     )
     total = max(since_reading, since_fork)
-    if len(private) > 1 and since_reading < _MIN_LASTING_RATIO * since_fork:  # all before the first reading
+    if since_reading < _MIN_LASTING_RATIO * since_fork:  # all before the first reading
         burst = _burst_bytes(np.insert(missing, 0, 0.0), np.insert(times, 0, -np.inf), fetches)
     else:
         burst = _burst_bytes(unmatched, times, fetches)
