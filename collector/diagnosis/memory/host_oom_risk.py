@@ -34,6 +34,7 @@ from collector.diagnosis.run.columns import (
     held_bytes,
     host_samples,
     peak,
+    resident_bytes,
     seconds,
     worker_samples,
     written,
@@ -47,10 +48,11 @@ from collector.diagnosis.run.training import (
     training_end_ns,
     training_start_ns,
 )
-from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.findings import Evidence, Finding, Limit, Locus, extended, fact
 from collector.store import ProcessKey
 from collector.units import size
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 #: Share of the limit that is critical.
 _CRITICAL_RATIO = 0.98
@@ -124,8 +126,9 @@ def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | No
     if trend is None:
         return None
     growing = GrowingUse(use, trend)
-    run_rise = rise_since(use.times, _run_bytes(use), trend)
-    is_of_others = run_rise < _RUN_SHARE_RATIO * trend.rise
+    run_bytes = _run_bytes(use)
+    run_rise = rise_since(use.times, run_bytes, trend)
+    is_of_others = run_rise < _RUN_SHARE_RATIO * trend.rise or _has_stopped(use, run_bytes, trend)
     witnesses = _pressure(tables, host)
     if math.isfinite(run_rise):
         witnesses = (fact("run_processes_rise_bytes", round(run_rise), growing.window, n=trend.n), *witnesses)
@@ -137,6 +140,21 @@ def _course(tables: RunTables, host: str, use: Use, bound: Limit) -> Course | No
         reserve=reserve,
         filling=filling,
     )
+
+
+def _has_stopped(use: Use, run_bytes: Floats, trend: Growth) -> bool:
+    """Return whether the run's growth ended while that of the host went on: little of it is in the second half.
+
+    Pages that a fork shares make the sum of PSS uneven: the resident memory of the training processes counts too.
+    """
+    middle = (trend.since_seconds + float(use.times[-1])) / 2
+    later = replace(trend, since_seconds=middle)
+    process = use.tables.stream("process")
+    mains = process[(process["host"] == use.locus.host) & (floats(process, "role") == ROLE_MAIN)]
+    resident = sum_of_processes(mains, use.times, resident_bytes)[0]
+    rises = [rise_since(use.times, values, later) for values in (run_bytes, resident)]
+    least = _RUN_SHARE_RATIO * trend.slope * (float(use.times[-1]) - middle)
+    return all(rise < least for rise in rises)
 
 
 def _resource(tables: RunTables, host: str) -> Resource:
@@ -167,9 +185,15 @@ def _run_bytes(use: Use) -> Floats:
     """
     tables, host, times = use.tables, use.locus.host, use.times
 
+    def held(samples: pd.DataFrame) -> Floats:
+        is_worker = (floats(samples, "role") == ROLE_WORKER).any()
+        is_unread = not np.isfinite(floats(samples, "pss_bytes")).any()
+        # The resident memory of a new worker is nearly all its parent's.
+        return np.full(len(samples), np.nan) if is_worker and is_unread else held_bytes(samples)
+
     def find() -> Floats:
         process = tables.stream("process")
-        return sum_of_processes(process[process["host"] == host], times, held_bytes)[0]
+        return sum_of_processes(process[process["host"] == host], times, held)[0]
 
     return tables.once((_run_bytes, host, float(times[0]), len(times)), find)
 

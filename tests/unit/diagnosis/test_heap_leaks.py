@@ -421,6 +421,12 @@ def test_growth_of_other_programs_on_a_roomy_host_is_no_risk():
     assert kinds(memory(training(), host=2000 * RAMP)) == []
 
 
+def test_growth_of_the_run_that_ended_is_no_risk_where_other_programs_go_on():
+    grown = 600 * np.minimum(2 * RAMP, 1)
+    assert kinds(memory(training(), main=grown, host=1000 * RAMP, total=9000 * MIB)) == []
+    assert "host-oom-risk" in kinds(memory(training(), main=600 * RAMP, host=1000 * RAMP, total=9000 * MIB))
+
+
 def test_a_memory_that_others_fill_is_theirs_to_look_for():
     grows = memory(training(), host=900 * RAMP, limit=5000 * MIB)
     (risk,) = findings_of(grows)
