@@ -63,6 +63,8 @@ _NEGLIGIBLE_BYTES = 32 * MIB
 #: matters once `_NEAR_RATIO` of the limit is in use.
 _RUN_SHARE_RATIO = 0.5
 _NEAR_RATIO = 0.8
+#: Share of the freed memory of all processes that one must have to be named alone.
+_ONE_PROCESS_RATIO = 0.9
 #: Samples after the training that show whether memory still grows.
 _LEAST_REST_SAMPLES = 5
 
@@ -198,31 +200,30 @@ def _run_bytes(use: Use) -> Floats:
     return tables.once((_run_bytes, host, float(times[0]), len(times)), find)
 
 
-def _freed(growing: GrowingUse) -> tuple[ProcessKey, float, int] | None:
-    """Return the training process in which freed memory makes up most of a growth, that memory and its readings.
+def _with_freed(risk: Finding, growing: GrowingUse) -> Finding:
+    """Return a risk with the freed memory that training processes do not give back, if that is most of the growth.
 
     The C library keeps it: between the blocks that were freed lie small ones that stay.
     """
     tables, trend = growing.use.tables, growing.trend
-    for key in lifecycle_of(tables).mains:
+    life, rises, n = lifecycle_of(tables), dict[ProcessKey, float](), 0
+    for key in life.mains:
         heap = written(tables, "heap", key)
         rise = rise_since(seconds(heap), floats(heap, "free_bytes"), trend)
-        if key[0] == growing.use.locus.host and rise >= _RUN_SHARE_RATIO * trend.rise:
-            return key, rise, int((seconds(heap) >= trend.since_seconds).sum())
-    return None
-
-
-def _with_freed(risk: Finding, growing: GrowingUse) -> Finding:
-    """Return a risk with the freed memory that a training process does not give back, if that is most of it."""
-    found = _freed(growing)
-    if found is None:
+        if key[0] == growing.use.locus.host and rise > 0:
+            rises[key] = rise
+            n += int((seconds(heap) >= trend.since_seconds).sum())
+    freed = sum(rises.values())
+    if not rises or freed < _RUN_SHARE_RATIO * trend.rise:
         return risk
-    key, rise, n = found
-    of_process = f"{size(rise)} of the growth is freed memory in {lifecycle_of(growing.use.tables).name(key)}"
+    key, most = max(rises.items(), key=lambda item: item[1])
+    are_several = most < _ONE_PROCESS_RATIO * freed
+    process = f"{len(rises)} training processes" if are_several else life.name(key)
     return extended(
         risk,
-        f"{of_process}: small objects that stay keep the C library from giving it back.",
-        fact("freed_rise_bytes", round(rise), "same window", n=n),
+        f"{size(freed)} of the growth is freed memory in {process}: small objects that stay keep the C library "
+        "from giving it back.",
+        fact("freed_rise_bytes", round(freed), "same window", n=n),
         advice=(GIVE_BACK_FREED,),
     )
 

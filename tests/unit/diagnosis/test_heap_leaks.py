@@ -27,6 +27,7 @@ from simulated_runs import (
     sample_host,
     sample_process,
     simulate,
+    start_training,
 )
 
 from collector.diagnosis.memory.exhaustion import full_finding
@@ -460,6 +461,17 @@ def test_a_risk_of_freed_memory_that_stays_says_so_and_how_to_get_it_back():
     assert "MALLOC_MMAP_THRESHOLD_" in risk.advice[0].text
     leak = memory(training(), main=600 * RAMP, free=0 * RAMP, host=600 * RAMP, limit=6000 * MIB)
     assert all(finding.value_of("freed_rise_bytes") is None for finding in findings_of(leak))
+
+
+def test_a_risk_counts_the_freed_memory_of_all_training_processes():
+    script = memory(training(), main=600 * RAMP, free=250 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    second = ("node", 101, 5001)
+    start_training(script, key=second, rank=1)
+    rows = [{"time_ns": ns(at), "free_bytes": mib * MIB} for at, mib in zip(SECONDS, 250 * RAMP, strict=True)]
+    script.add("heap", rows, second, 1)
+    (risk,) = [finding for finding in findings_of(script) if finding.kind == "host-oom-risk"]
+    assert "MiB of the growth is freed memory in 2 training processes" in risk.summary
+    assert risk.value_of("freed_rise_bytes") > 400 * MIB
 
 
 def test_freed_memory_goes_on_growing_after_the_last_reading_of_a_heap_with_many_holes():
