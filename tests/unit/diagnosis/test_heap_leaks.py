@@ -95,6 +95,14 @@ def test_a_leak_by_threads_that_never_end_names_them(threads, names):
     assert (100 < (leak.value_of("thread_rise_count") or 0) <= 200) == names
 
 
+@pytest.mark.parametrize(("batch", "found"), [(60 * RAMP, []), (FLAT, ["main-heap-leak"])])
+def test_a_batch_that_grows_in_the_training_process_is_no_leak(batch, found):
+    script = simulate(workers=0, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=130)
+    for rows in script.parts["batch"]:
+        rows["payload_bytes"] = np.interp(rows["time_ns"] / 1e9, SECONDS, 1 + batch) * MIB
+    assert kinds(memory(script, main=60 * RAMP, total=10**14)) == found
+
+
 @pytest.mark.parametrize(("threads", "found"), [(200 * RAMP, ["main-heap-leak"]), (FLAT, [])])
 def test_small_growth_is_a_leak_where_threads_never_end(threads, found):
     script, held = training(), (300 + 10 * RAMP) * MIB
