@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.blocks import Block, Note, answer
+from app.blocks import Block, Note, answer, needs_attention
 from app.figures.devices import LINE_WORDS
 from app.runtime.moment import FINDINGS, Moment, Panel, View, once
 from app.runtime.refresh import show
@@ -34,6 +34,7 @@ from collector.units import MISSING, is_known, number, percent, size
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
 #: limit of `queries.HOST_LIMITS` -> kind of finding that a process died of it
 _DEATHS = {"cgroup": "host-oom-kill", "host": "host-oom-kill", "shm": "shm-bus-error"}
+_OF_FILES = ("fd-leak", "fd-exhaustion-risk")
 ABOUT_CGROUPS = "Peak: over the whole run. A cgroup counts page cache too, most of which the kernel can drop."
 ABOUT_GPUS = (
     "GPU peak: the largest of the driver's samples, the use at an out-of-memory error, and the peak of reserved "
@@ -86,6 +87,19 @@ def _lines_in_numbers(moment: Moment, gpu: Gpu) -> Iterator[dict[str, str]]:
                 "Peak of samples": size(points["value"].max()),
                 "PyTorch's own peak": size(gpu.row.get(f"{key}_peak_bytes")) if key != "used" else MISSING,
             }
+
+
+def _files_first(moment: Moment) -> Iterator[Block]:
+    """Draw the open files above all other charts, where the gravest finding is about them."""
+    return open_files(moment) if _is_about_files(moment) else iter(())
+
+
+def _files_last(moment: Moment) -> Iterator[Block]:
+    return iter(()) if _is_about_files(moment) else open_files(moment)
+
+
+def _is_about_files(moment: Moment) -> bool:
+    return any(finding.kind in _OF_FILES for finding in needs_attention(moment.findings)[:1])
 
 
 def _cgroup_and_host(moment: Moment) -> Iterator[Block]:
@@ -199,11 +213,12 @@ VIEW = View(
     rows=(
         (FINDINGS,),
         (Panel("Limits", _limit_table),),
+        (Panel("Open files that run out", _files_first),),
         (Panel("GPU memory", lambda moment: first_gpus(moment, gpu_usage, NO_GPU)),),
         (Panel("Memory of further GPUs", lambda moment: further_gpus(moment, gpu_usage), turn=1),),
         (Panel("GPU memory in numbers", _gpus_in_numbers, turn=1),),
         (Panel("Host memory", _cgroup_and_host), Panel("Shared memory", shared_memory)),
-        (Panel("Open files", open_files, turn=1),),
+        (Panel("Open files", _files_last, turn=1),),
     ),
 )
 

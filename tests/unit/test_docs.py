@@ -21,7 +21,7 @@ from training_harness.jobs.faults import FAULTS
 from training_harness.layout import create_run
 
 DOCS = REPOSITORY / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 CONTEXT = click.Context(cli.cli)
 COMMANDS = {
     name: command

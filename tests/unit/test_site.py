@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 #: Tags whose address a browser requests when it shows the page.
 REQUESTED = {"script", "img", "iframe", "source", "video", "audio", "embed", "object", "use"}
 LINK_RELATIONS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "modulepreload", "dns-prefetch"}

@@ -22,7 +22,7 @@ def lines_of(page):
 
 
 def section_of(kind):
-    return (DOCS / "findings.md").read_text().partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+    return (DOCS / "findings" / f"{kind}.md").read_text().partition("\n## ")[0]
 
 
 def has_finding(page, finding):
@@ -30,10 +30,11 @@ def has_finding(page, finding):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_finding_has_a_section_and_a_page_that_shows_it(kind):
-    lines = lines_of("findings.md")
-    assert f"## {kind}" in lines
-    assert any(line.startswith("| ") and f"[{kind}](#{kind})" in line for line in lines)
+def test_a_kind_of_finding_has_a_page_of_the_docs_and_one_that_shows_it(kind):
+    assert section_of(kind).startswith(f"# {kind}\n")
+    assert any(
+        line.startswith("| ") and f"[{kind}](findings/{kind}.md)" in line for line in lines_of("findings.md")
+    )
     evidence = measurements(1, "run", first_count=1, second_count=1)
     finding = Finding(kind=kind, severity="warning", confidence=1.0, summary="", evidence=evidence)
     assert has_finding(evidence_page(finding), finding)
@@ -41,7 +42,7 @@ def test_a_kind_of_finding_has_a_section_and_a_page_that_shows_it(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_section_has_evidence_causes_remedy_and_false_positives(kind):
+def test_a_page_of_the_docs_has_evidence_causes_remedy_and_false_positives(kind):
     section = section_of(kind)
     for part in ("Evidence", "Usual causes", "What to do", "False positives"):
         assert f"- **{part}**" in section, part

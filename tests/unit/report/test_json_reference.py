@@ -125,9 +125,9 @@ def test_every_key_of_a_recorded_report_is_documented_with_its_type(name):
 
 @pytest.mark.parametrize("name", [*CASES, *RECORDED_GPU])
 def test_every_measurement_of_a_recorded_report_is_documented(name):
-    pages = [
-        (REPOSITORY / "docs" / page).read_text(encoding="utf-8") for page in ("measurements.md", "findings.md")
-    ]
+    docs = REPOSITORY / "docs"
+    paths = [docs / "measurements.md", docs / "findings.md", *(docs / "findings").glob("*.md")]
+    pages = [path.read_text(encoding="utf-8") for path in paths]
     findings = golden_files.read_golden(name)["report"]["findings"]
     names = {evidence["name"] for finding in findings for evidence in finding["evidence"]}
     assert {each for each in names if not any(f"`{each}`" in page for page in pages)} == set()

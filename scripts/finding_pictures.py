@@ -1,0 +1,74 @@
+"""Takes the pictures of docs/findings/ in a real Chromium: the evidence of each kind of finding, of recorded runs.
+
+python -m scripts.finding_pictures [KIND ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import cv2
+import numpy as np
+from playwright.sync_api import FloatRect
+
+from scripts.screenshots import ROOT, address, await_view, chromium, dashboard
+from tests.recorded_runs import unpack
+from tidegauge.kinds import KINDS
+
+PICTURES = ROOT / "docs" / "findings"
+#: Kind of finding -> the recorded run in which it is the first finding of its page.
+RUNS = {
+    **{
+        kind: kind
+        for kind in (
+            *("workers-too-slow", "slow-worker", "straggler-samples", "inline-loading", "collate-bound"),
+            *("sampler-bound", "copy-bound", "worker-startup", "epoch-refill", "shard-skew", "main-thread-pause"),
+            *("rank-straggler", "fd-leak", "shm-leak", "gpu-fragmentation", "worker-killed", "killed", "cuda-oom"),
+        )
+    },
+    "copy-on-read-growth": "copy-on-read",
+    "main-heap-leak": "loss-list",
+    "worker-heap-leak": "worker-cache",
+    "gpu-tensor-leak": "tensor-leak",
+    "gpu-non-pytorch-growth": "gpu-driver-leak",
+    "pinned-cache-growth": "pinned-cache",
+    "gpu-oom-risk": "tensor-leak",
+    "host-oom-kill": "oom-worker",
+    "crashed": "crash",
+}
+#: Width and height of the window in pixels: all of the evidence is in sight.
+SIZE = (1100, 2000)
+#: JavaScript: top and bottom in pixels of what answers the view's question, from the sentence to the first chart.
+ANSWER_EDGES = """() => {
+    const edge = which => document.querySelector(which).getBoundingClientRect();
+    const chart = document.querySelector('[data-testid=stPlotlyChart]').closest('[data-testid=stVerticalBlock]');
+    return [edge('[data-testid=stCaptionContainer]').bottom, chart.getBoundingClientRect().bottom];
+}"""
+
+
+def photograph(kinds: list[str], home: Path) -> None:
+    """Photograph the answers of the pages that show these kinds, as WebP: a third of the size of a PNG."""
+    for run in {RUNS[kind] for kind in kinds}:
+        unpack(run, home)
+    width, height = SIZE
+    with dashboard(home) as base, chromium() as browser:
+        for kind in kinds:
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+            page.goto(address(base, KINDS[kind].pages[0], run=RUNS[kind]))
+            await_view(page)
+            page.wait_for_timeout(1500)  # Plotly draws once more after a resize
+            top, bottom = page.evaluate(ANSWER_EDGES)
+            clip = FloatRect(x=30, y=top + 2, width=width - 60, height=bottom - top + 44)
+            pixels = cv2.imdecode(np.frombuffer(page.screenshot(clip=clip), np.uint8), cv2.IMREAD_COLOR)
+            page.close()
+            PICTURES.mkdir(exist_ok=True)
+            cv2.imwrite(str(PICTURES / f"{kind}.webp"), pixels, [cv2.IMWRITE_WEBP_QUALITY, 60])
+            click.echo(f"wrote {kind}.webp")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        photograph(sys.argv[1:] or [*RUNS], Path(scratch))
