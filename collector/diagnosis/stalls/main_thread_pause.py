@@ -96,13 +96,16 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     recompilations, (steps, work) = _recompilations(tables, main), _timed_steps(tables, main)
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return recompilations
-    saving = np.minimum(
-        ns_in(tables.events_of("checkpoint", by=main), steps), np.maximum(work - float(np.median(work)), 0.0)
-    )
-    saves = _saves(tables, steps, saving, main)
+    events = tables.events_of("checkpoint", by=main)
+    saving = np.minimum(ns_in(events, steps), np.maximum(work - float(np.median(work)), 0.0))
+    frequent = _frequent_saves(tables, steps, main)
+    saves = frequent or _saves(tables, steps, saving, main)
     rest = steps.assign(other_ns=np.maximum(floats(steps, "other_ns") - saving, 0.0))
     others = _regular_pauses(tables, rest, work - saving, main, has_save=saving > 0)
-    if saves:
+    if frequent:  # most saves have no event, and show as other pauses
+        spent = frequent[0].value_of("lost_seconds") or 0.0
+        others = [finding for finding in others if (finding.value_of("lost_seconds") or 0.0) > spent]
+    elif saves:
         others = [
             extended(finding, "The time that it saves a checkpoint is not part of that.") for finding in others
         ]
@@ -114,6 +117,34 @@ def _timed_steps(tables: RunTables, main: ProcessKey) -> tuple[pd.DataFrame, Flo
     steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
     work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
     return steps[np.isfinite(work)], work[np.isfinite(work)]
+
+
+def _frequent_saves(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> list[Finding]:
+    """Find the time in `torch.save` where most saves have no event, since another one came just before."""
+    times = floats(steps, "time_ns")
+    # What the first event sums up may have been before.
+    events = [e for e in tables.events_of("checkpoint", by=main) if times[0] < e["time_ns"] <= times[-1]][1:]
+    n, spent_ns = (sum(event.get(name) or 0 for event in events) for name in ("saves_count", "saves_ns"))
+    if n < max(_MIN_PAUSES, 2 * len(events)):
+        return []
+    seconds = spent_ns / SECOND_NS
+    loss = Loss.of(tables, seconds, n, (times[0], times[-1]))
+    if loss.ratio < _LEAST_LOST:
+        return []
+    first = int(np.searchsorted(times, events[0]["time_ns"]))
+    return [
+        Finding(
+            kind="main-thread-pause",
+            severity=loss.severity,
+            confidence=loss.confidence(_MIN_PAUSES),
+            summary=f"The training saves {count(n)} files with torch.save, {duration(seconds / n)} each on "
+            f"average. {loss.words}",
+            locus=_locus(steps, main, "other"),
+            since_step=whole(steps["step"].iloc[min(first, len(steps) - 1)]),
+            evidence=loss.evidence(pause_seconds=seconds / n, saving_count=n),
+            advice=advise(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),
+        )
+    ]
 
 
 def _saves(tables: RunTables, steps: pd.DataFrame, saving: Floats, main: ProcessKey) -> list[Finding]:

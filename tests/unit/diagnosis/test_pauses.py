@@ -1,6 +1,7 @@
 """Pauses of the training thread, on simulated runs whose truth is known, each with a healthy twin."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from loading_runs import STEADY, loading_findings
 from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_process, simulate, start_training
@@ -167,6 +168,20 @@ def test_pauses_for_checkpoints_are_named(saves):
     pause = training_with_saves(saves)[1]["main-thread-pause"]
     assert f"pauses {len(saves)} times while it saves a checkpoint" in pause.summary
     assert pause.value_of("lost_seconds") == pytest.approx(sum(saves.values()), rel=0.05)
+    assert pause.advice[0].text.startswith("Save checkpoints less often")
+
+
+def test_saves_that_follow_each_other_within_a_second_are_named_with_all_their_time():
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": jittered(0.03, 0.1), "batches": 800})
+    steps = pd.concat(script.parts["step"])
+    for k in range(0, 800, 40):  # each step ends with a save of 10 ms; one in 40 has an event
+        end_ns = int(steps["time_ns"].iloc[k]) - 10**6
+        sums = {"saves_count": 40 if k else 1, "saves_ns": 4e8 if k else 1e7}
+        script.event(end_ns / 1e9, "checkpoint", begun_ns=end_ns - 10**7, **sums)
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert "saves 720 files with torch.save, 10 ms each on average" in pause.summary
+    assert pause.value_of("lost_seconds") == pytest.approx(7.2)
+    assert pause.severity == "warning"
     assert pause.advice[0].text.startswith("Save checkpoints less often")
 
 

@@ -159,7 +159,9 @@ def test_files_that_are_saved_together_are_one_checkpoint_and_stay_the_same(step
     assert torch.save is torch.serialization.save is original
     assert hooked.getvalue() == plain.getvalue()
     (events,) = (session.active.run_dir / "events").iterdir()
-    assert events.read_text().count('"checkpoint"') == 1
+    (event,) = (json.loads(line) for line in events.read_text().splitlines() if '"checkpoint"' in line)
+    assert event["saves_count"] == 1, "the next event sums up the second file"
+    assert 0 < event["saves_ns"] <= event["time_ns"] - event["begun_ns"]
 
 
 @pytest.fixture

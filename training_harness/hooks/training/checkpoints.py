@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,20 +21,28 @@ _EVERY_LATER_NS, _LATER = 10**10, 1000
 
 
 class _Saves:
-    """The saves of this process: notes those that begin a new checkpoint."""
+    """The saves of this process: notes those that begin a new checkpoint, and sums up all."""
 
     def __init__(self) -> None:
         self._due_ns = 0
         self._events_count = 0
+        self._saves_count = self._saves_ns = 0  # in the main thread, since the last event
 
     def note(self, begun_ns: int) -> None:
         """Record a save that ends now."""
         current, now_ns = session.active, time.monotonic_ns()
-        if current is None or begun_ns < self._due_ns or is_worker():
+        if current is None or is_worker():
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._saves_count += 1
+            self._saves_ns += now_ns - begun_ns
+        if begun_ns < self._due_ns:
             return
         self._events_count += 1
         self._due_ns = now_ns + (_EVERY_NS if self._events_count < _LATER else _EVERY_LATER_NS)
-        current.events.append("checkpoint", begun_ns=begun_ns)
+        sums = {"saves_count": self._saves_count, "saves_ns": self._saves_ns}
+        current.events.append("checkpoint", begun_ns=begun_ns, **sums)
+        self._saves_count = self._saves_ns = 0
 
 
 def install() -> Hook:
