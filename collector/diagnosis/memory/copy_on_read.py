@@ -88,6 +88,11 @@ class _Copies:
             and self.late_bytes >= _MIN_LATE_RATIO * self.total_bytes
         )
 
+    @property
+    def is_unknown(self) -> bool:
+        """True if it was read once, and garbage collections may have copied what it had by then."""
+        return self.n == 1 and not self.is_growth and self.total_bytes >= _NEGLIGIBLE_BYTES
+
 
 def find_copies(tables: RunTables) -> list[Finding]:
     """Find `copy-on-read-growth`, at most once per loader: forked workers that copy their parent's pages."""
@@ -268,6 +273,7 @@ def _judge(
     setting: Mapping[str, Any],
 ) -> Finding | None:
     slots = [max(lives, key=lambda life: life.total_bytes) for lives in by_slot.values()]
+    slots = [slot for slot in slots if not slot.is_unknown]
     copying = [slot for slot in slots if slot.is_growth]
     n = sum(slot.n for slot in copying)
     if n < 2 or len(copying) < _MIN_WORKERS_RATIO * len(slots):  # one reading of one worker is no witness
