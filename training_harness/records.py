@@ -233,10 +233,12 @@ HEAP = _stream(
 
 OPTIMIZER = _stream(
     "optimizer",
-    "device and reading of the optimizers of a training process, at most one per second",
+    "device and reading of the optimizers of a training process, at most one per second and at CUDA errors",
     _TIME,
     Column("device", "h", "id", "device, numbered as the command of the run sees it; -1: host memory"),
-    _measured("gradients_bytes", "q", "gradients of their parameters, when one of them had stepped"),
+    _measured(
+        "gradients_bytes", "q", "gradients of their parameters, when one of them had stepped, or at the error"
+    ),
     _measured("state_bytes", "q", "what they keep for their parameters, such as momenta or a history"),
 )
 

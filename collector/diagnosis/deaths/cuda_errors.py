@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.run.allocators import Allocator, allocators, capacity_of, devices, record_at
-from collector.diagnosis.run.columns import floats, whole, written
+from collector.diagnosis.run.allocators import (
+    Allocator,
+    allocators,
+    capacity_of,
+    devices,
+    record_at,
+    without_errors,
+)
+from collector.diagnosis.run.columns import SECOND_NS, floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import ROUNDED_BYTES, message_figures, tells_out_of_memory
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import rank_of
@@ -148,6 +155,34 @@ def figures_at(tables: RunTables, error: CudaError) -> dict[str, float]:
         return figures
     figures[TOTAL] = total
     return figures | _elsewhere(tables, error, figures, sample, message.get("process_used_bytes"))
+
+
+def device_peaks(tables: RunTables, error: CudaError, records: list[Allocator]) -> tuple[float, float]:
+    """Return the peaks of tensors on the error's device and on the fullest other one, NaN without DataParallel."""
+    if error.device is None or "gather" not in set(written(tables, "stage", error.key)["stage"]):
+        return np.nan, np.nan
+    peaks = {a.device: peak(a.column("allocated_peak_bytes")) for a in records}
+    return peaks.pop(error.device, np.nan), peak(np.array([*peaks.values()]))
+
+
+def kept_until_optimizer(
+    tables: RunTables, error: CudaError, own: Allocator, before: Allocator
+) -> tuple[float, float]:
+    """Return how much more tensors held when the optimizer began than at the step before, and at most before that.
+
+    Gradients and state of the optimizers are left out: layers that train from this step on have new ones. `own` has
+    the records until the error, `before` those until the last step. NaN if not known.
+    """
+    levels = before.column("allocated_bytes")
+    if not len(levels):
+        return np.nan, np.nan
+    rows = written(tables, "optimizer", error.key)
+    rows = rows[floats(rows, "device") == error.device]
+    held, times = floats(rows, "gradients_bytes") + floats(rows, "state_bytes"), floats(rows, "time_ns")
+    last, at = held[times <= before.seconds[-1] * SECOND_NS], held[times >= error.at_ns]
+    of_optimizers = at[0] - last[-1] if len(last) and len(at) else 0.0
+    rise = floats(without_errors(own.rows), "allocated_bytes")[-1] - levels[-1] - of_optimizers
+    return float(rise), peak(np.diff(levels)[1:])  # the first rise is the state of the optimizer
 
 
 def _recorded_figures(tables: RunTables, allocator: Allocator, at_ns: float) -> dict[str, float]:

@@ -9,10 +9,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.deaths.cuda_errors import ALLOCATED_PEAK, TOTAL, CudaError, cuda_errors, figures_at
+from collector.diagnosis.deaths.cuda_errors import (
+    ALLOCATED_PEAK,
+    TOTAL,
+    CudaError,
+    cuda_errors,
+    device_peaks,
+    figures_at,
+    kept_until_optimizer,
+)
 from collector.diagnosis.loading.loaders import joined_batches
 from collector.diagnosis.memory.gpu_memory import more_tensors, step_peak_of, tensors_of
-from collector.diagnosis.run.allocators import Allocator, allocators, without_errors
+from collector.diagnosis.run.allocators import allocators
 from collector.diagnosis.run.columns import floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import first_sentences
 from collector.diagnosis.run.exceptions import at_line
@@ -28,6 +36,7 @@ _MESSAGE_CHARACTERS = 500
 _LEAST_GAIN_RATIO = 0.01
 #: A step that takes this many times what any before it took is unusual; where sizes vary, many are the largest yet.
 _UNUSUAL_RATIO = 2.0
+_UNKNOWN = math.nan, math.nan
 #: Memory of others that is named if it is as large as the request -> who holds it.
 _OTHERS = {"run_processes_bytes": "The run's other processes", "other_processes_bytes": "Processes outside the run"}
 #: Advice; `{room}` is the memory that becomes usable.
@@ -148,7 +157,8 @@ class _Scene:
         phase: phase of the framework, None if it recorded none.
         is_first: True if the process had no whole step before it.
         in_optimizer: True if the optimizer's step had begun.
-        kept_bytes: what tensors held more then than at the step before, if that is far more than usual; else NaN.
+        kept: how much more tensors held when the optimizer began than at the step before, and at most in steps
+            before it; NaN if not known.
         device_peaks: what tensors took at most before it on this device, and on the fullest other one of a
             DataParallel; NaN without one.
         in_evaluation: True if the process never went backward, or its last batches are of a loader whose batches no
@@ -168,7 +178,7 @@ class _Scene:
     phase: str | None
     is_first: bool
     in_optimizer: bool
-    kept_bytes: float
+    kept: tuple[float, float]
     device_peaks: tuple[float, float]
     in_evaluation: bool
     begins_loader: bool
@@ -206,6 +216,12 @@ class _Scene:
         beyond, least = self.taken_bytes - self.usual_bytes, _LEAST_GAIN_RATIO * self.of("limit_bytes")
         is_unusual = self.taken_bytes > _UNUSUAL_RATIO * self.usual_bytes and not beyond < least
         return beyond if steps > 1 and is_unusual and not is_explained else math.nan
+
+    @property
+    def kept_bytes(self) -> float:
+        """What tensors held more at this optimizer than at the last, if that is far more than usual; else NaN."""
+        rise, usual = self.kept
+        return rise if rise > max(_UNUSUAL_RATIO * usual, _LEAST_GAIN_RATIO * self.of("limit_bytes")) else math.nan
 
     @property
     def unallocated_bytes(self) -> float:
@@ -298,28 +314,11 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         phase=str(phases[-1]["phase"]) if phases else None,
         is_first=error.slot is None and not len(steps_ns),
         in_optimizer=in_optimizer,
-        kept_bytes=_kept_bytes(own, before, figures) if own and before and in_optimizer else math.nan,
-        device_peaks=_device_peaks(tables, error, [a.before(at_ns) for a in records if a.key == key]),
+        kept=kept_until_optimizer(tables, error, own, before) if own and before and in_optimizer else _UNKNOWN,
+        device_peaks=device_peaks(tables, error, [a.before(at_ns) for a in records if a.key == key]),
         in_evaluation=(len(steps) > 0 and not trains) or (counts[-1] > 1 and is_of_new_loader),
         begins_loader=counts[-1] == 1 and is_of_new_loader,
     )
-
-
-def _kept_bytes(own: Allocator, before: Allocator, figures: Mapping[str, float]) -> float:
-    """Return how much more tensors held at this optimizer than at the last, NaN unless far more than usual."""
-    levels = before.column("allocated_bytes")
-    rise = floats(without_errors(own.rows), "allocated_bytes")[-1] - levels[-1] if len(levels) else math.nan
-    usual = peak(np.diff(levels)[1:])  # the first rise is the state of the optimizer
-    least = max(_UNUSUAL_RATIO * usual, _LEAST_GAIN_RATIO * figures.get("limit_bytes", math.nan))
-    return float(rise) if rise > least else math.nan
-
-
-def _device_peaks(tables: RunTables, error: CudaError, records: list[Allocator]) -> tuple[float, float]:
-    """Return the peaks of tensors on the error's device and on the fullest other one, NaN without DataParallel."""
-    if error.device is None or "gather" not in set(written(tables, "stage", error.key)["stage"]):
-        return math.nan, math.nan
-    peaks = {a.device: peak(a.column("allocated_peak_bytes")) for a in records}
-    return peaks.pop(error.device, math.nan), peak(np.array([*peaks.values()]))
 
 
 def _is_evaluation(batches: pd.DataFrame, steps_ns: Floats) -> bool:

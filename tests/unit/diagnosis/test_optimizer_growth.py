@@ -1,10 +1,15 @@
 """Memory that grows by what the optimizers keep."""
 
+from dataclasses import replace
+
 import pytest
+from altered_gpu_runs import with_allocator
 from growing_memory import RAMP, SECONDS, findings_of, memory, training
 from simulated_runs import MAIN, MIB, ns
 
+from collector.diagnosis.deaths.cuda_oom import find_cuda_ooms
 from collector.diagnosis.verdict import diagnose
+from tests.recorded_runs import only_rows, recorded, with_changed_event
 
 
 def of_optimizers(script, kept):
@@ -37,3 +42,27 @@ def test_leak_beside_a_growing_optimizer_is_found_with_its_own_rate():
     (leak,) = findings_of(of_optimizers(script, 600 * RAMP))
     assert (leak.kind, leak.severity) == ("main-heap-leak", "warning")
     assert leak.rate.value == pytest.approx(5 * MIB, rel=0.1)
+
+
+@pytest.mark.parametrize("trains_more", [False, True])
+def test_gradients_of_layers_that_train_from_the_error_on_are_no_copy(trains_more):
+    run = recorded("out-of-memory")
+    [error] = run.events_of("cuda-oom")
+    last = int(run.streams["step"]["step"].max())
+    run = only_rows(run, "step", lambda rows: rows["step"] < last)
+    failed = with_changed_event(only_rows(run, "batch", lambda rows: rows["index"] <= last), "cuda-oom", step=last)
+    failed = with_allocator(
+        failed, allocated_bytes=lambda rows: rows["allocated_bytes"] + (rows["step"] == last) * 300 * MIB
+    )
+    readings = (
+        run.streams["step"]
+        .tail(2)[["time_ns", "host", "pid", "start_ticks", "rank"]]
+        .assign(
+            time_ns=[run.streams["step"]["time_ns"].iloc[-2], error["error_time_ns"]],
+            device=0,
+            gradients_bytes=[40 * MIB, (40 + 300 * trains_more) * MIB],
+            state_bytes=80 * MIB,
+        )
+    )
+    (found,) = find_cuda_ooms(replace(failed, streams={**failed.streams, "optimizer": readings}))
+    assert ("Let go of what was made since the step before" in found.advice[0].text) == (not trains_more)

@@ -88,6 +88,8 @@ class OomHook(Hook):
             "free_bytes": free_bytes,
         }
         self._gauge(current)
+        if not in_worker:
+            self._progress.read_optimizers()
         try:
             # A backward pass allocates in a thread of its own, which has no other frames.
             if (frame := session.user_frame(sys._getframe().f_back)) is not None:

@@ -61,6 +61,7 @@ class Progress:
             calls, and the script alone once it has called `step()`.
         sees_batches: whether the thread that trains iterated a DataLoader.
         on_first_loader: callback for its first iteration of one.
+        read_optimizers: records the memory of the optimizers; does nothing before one steps.
         sees_passes: whether the top-level module's calls are counted.
         thread: id of the thread that steps the optimizer, 0 before it has.
         uses_device: whether an accelerator is initialised, so that there are gauges to read; checked now and then.
@@ -74,6 +75,7 @@ class Progress:
     def __init__(self) -> None:
         self.sees_copies = self.uses_device = False
         self.on_first_loader: Callable[[], None] = lambda: None
+        self.read_optimizers: Callable[[], None] = lambda: None
         self.capabilities: dict[str, bool] = {}
         self.requests = Requests()
         self.calls = DeferredCalls()

@@ -61,6 +61,7 @@ class StepHook(Hook):
         self._progress = progress
         self._optimizers = OptimizerGauge()
         self._optimizers_hook = Hook("optimizer")
+        progress.read_optimizers = self._read_optimizers
         self.captured: dict[int, Callable[[], Any]] | None = None
         self._leader: Callable[[], Any] = _no_optimizer
         self._follower: Callable[[], Any] = _no_optimizer
@@ -102,9 +103,13 @@ class StepHook(Hook):
             if self._turn:
                 self._last_turn, self._turn = self._turn, {}
 
-    def read_optimizers(self, now_ns: int) -> None:
+    def read_due_optimizers(self, now_ns: int) -> None:
         """Record the memory of the optimizers, if that is due; called when one of them has stepped."""
-        if now_ns >= self._optimizers.due_ns and session.active is not None:
+        if now_ns >= self._optimizers.due_ns:
+            self._read_optimizers()
+
+    def _read_optimizers(self) -> None:
+        if session.active is not None:
             self._optimizers_hook.attempt(self._optimizers.record, session.active)
 
     def is_captured(self, optimizer: Any) -> bool:
@@ -170,7 +175,7 @@ def install(progress: Progress) -> StepHook:
             calls.log((hook, on_step_end, now_ns, reference(optimizer), cpu_ns))
             if is_due:
                 progress.catch_up(now_ns)
-                hook.read_optimizers(now_ns)
+                hook.read_due_optimizers(now_ns)
         except Exception as error:
             hook.fail(error)
 
