@@ -179,9 +179,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("line", "int", "line on which the loader was created"),
         Field("variable", "str", "variable that the loader is assigned to on that line"),
     ),
-    "loader-again": _event(
-        _TRAINING, "first time that a DataLoader takes over the number of one that is gone after one pass", _LOADER
-    ),
+    "loader-again": _event(_TRAINING, "a DataLoader takes over the number of one that is gone", _LOADER),
     "loader-set": _event(
         _TRAINING,
         "a DataLoader gets the setting that `tidegauge run --workers auto` found, or cannot get it",
