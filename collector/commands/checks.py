@@ -19,6 +19,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
+from collector import store
 from collector.agent.launch import child_environment
 from collector.agent.samplers.devices import DeviceSampler, find_devices
 from collector.agent.samplers.host import HostSampler
@@ -292,10 +293,8 @@ def check_stacks() -> Check:
 
 def check_lake() -> Check:
     """Check that DuckDB's extensions load from the installed packages."""
-    from collector.store import open_connection
-
     try:
-        with open_connection(threads=1):
+        with store.open_connection(threads=1):
             return Check("lake", "DuckDB's extensions load")
     except TidegaugeError as error:
         remedy = "pip install 'tidegauge[collector]'; until then the journals keep everything"
@@ -307,9 +306,7 @@ def check_store() -> Check:
     if not os.environ.get(STORE_VARIABLE):
         return Check("store", "each run has its own; no shared store is set")
     try:
-        from collector.store import check_shared_store
-
-        runs_count = check_shared_store()
+        runs_count = store.check_shared_store()
         return Check("store", f"the shared store and its files can be read, {runs_count} runs are in it")
     except TidegaugeError as error:
         return Check("store", str(error), f"see docs/cluster.md; unset {STORE_VARIABLE} to do without it")
@@ -330,14 +327,13 @@ def check_home(home: Path) -> Check:
 def check_latest_run(home: Path) -> Check:
     """Check that the newest run can be read, and that its records get into its lake."""
     from collector.agent.ingest_feed import LONGEST_PAUSE_NS
-    from collector.store import list_runs, own_first, read
 
     name = "latest run"
     try:
-        runs = own_first(list_runs(home))
+        runs = store.own_first(store.list_runs(home))
         if not runs:
             return Check(name, "none yet")
-        with read(runs[0]) as snapshot:
+        with store.read(runs[0]) as snapshot:
             lags = snapshot.query("SELECT ingest_lag_ns FROM agent ORDER BY time_ns DESC LIMIT 1")["ingest_lag_ns"]
             bodies = snapshot.query("SELECT body FROM event WHERE kind = 'collector-problem' ORDER BY time_ns DESC")
             problems = snapshot.problems

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
+from collector import store
 from collector.commands.options import format_option, home_option, say, show_table, write_json
 from collector.commands.report import examine, judge
 from collector.errors import TidegaugeError, one_line, printable
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collector.budget.figures import ExaminedRun
     from collector.budget.judgement import Judgement
     from collector.report.comparison import Condition, Measure
-    from collector.store import Run
 
 #: Exit status of `compare` if a condition holds; 1 and 2 are errors.
 EXIT_WORSE = 3
@@ -57,11 +57,10 @@ def _parse_conditions(
 def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str, home: Path) -> None:
     """Compare the figures and settings of two to four runs. The first RUN is the baseline."""
     from collector.report import comparison
-    from collector.store import find_run
 
     if not 2 <= len(specs) <= _MOST_RUNS:
         raise TidegaugeError(f"give two to four runs to compare, not {len(specs)}")
-    runs = [find_run(home, spec) for spec in specs]
+    runs = [store.find_run(home, spec) for spec in specs]
     if len({run.run_id for run in runs}) < len(runs):
         raise TidegaugeError(f"{' and '.join(specs)} are not different runs: `tidegauge runs` lists them")
     results = {run.run_id: _measure(run) for run in runs}
@@ -92,13 +91,12 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
         sys.exit(EXIT_WORSE)
 
 
-def _measure(run: Run) -> tuple[dict[str, Measure], dict[str, str]]:
+def _measure(run: store.Run) -> tuple[dict[str, Measure], dict[str, str]]:
     from collector.report import comparison
-    from collector.store import read
     from collector.store.queries import spans
 
     verdict, manifest = judge(run), {**run.manifest, "tags": run.tags}
-    with read(run) as snapshot:
+    with store.read(run) as snapshot:
         reach = spans.extent(snapshot)
         if reach is None:
             raise TidegaugeError(f"{run.run_id} left no records to compare")
@@ -131,12 +129,11 @@ def check(spec: str, budget_file: BinaryIO, baseline: str | None, form: str, hom
     """
     from collector.budget.figures import figures_of
     from collector.budget.judgement import judge_budget
-    from collector.store import find_run
 
     budget = _read_budget(budget_file, baseline)
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     needs_baseline = budget.baseline is not None and "min_throughput" in budget.limits
-    other = find_run(home, budget.baseline) if budget.baseline is not None and needs_baseline else None
+    other = store.find_run(home, budget.baseline) if budget.baseline is not None and needs_baseline else None
     if other is not None and other.run_id == run.run_id:
         raise TidegaugeError(f"{run.run_id} is the baseline itself; name another run with --baseline")
     figures = figures_of(_examined(run), None if other is None else _examined(other), budget.limits)
@@ -156,14 +153,14 @@ def _read_budget(file: BinaryIO, baseline: str | None) -> Budget:
         raise TidegaugeError(f"{file.name}: {error}") from None
 
 
-def _examined(run: Run) -> ExaminedRun:
+def _examined(run: store.Run) -> ExaminedRun:
     from collector.budget.figures import ExaminedRun
 
     tables, verdict = examine(run)
     return ExaminedRun(run_id=run.run_id, tables=tables, verdict=verdict)
 
 
-def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form: str) -> None:
+def _show(run: store.Run, baseline: store.Run | None, judgements: Sequence[Judgement], form: str) -> None:
     from collector.budget.output import all_details, as_json, markdown_details, table
 
     if form == "json":

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import click
 
 import collector
+from collector import store
 from collector.commands.options import home_option, port_option, say
 from collector.errors import TidegaugeError
 from training_harness.layout import HOME_VARIABLE, home_path
 
 if TYPE_CHECKING:
     from collector.diagnosis import Verdict
-    from collector.store import Run
 
 #: Seconds that the server may take to answer, and to end.
 _START_SECONDS, _END_SECONDS = 60.0, 10.0
@@ -46,7 +46,7 @@ def address(port: int) -> str:
     return f"http://localhost:{port}"
 
 
-def show_way(verdicts: Sequence[tuple[Run, Verdict]], home: Path, port: int, *, is_served: bool) -> None:
+def show_way(verdicts: Sequence[tuple[store.Run, Verdict]], home: Path, port: int, *, is_served: bool) -> None:
     """Print what to click first: the first of these runs that asks for action, else the first one."""
     from collector.report.card import command_for
     from collector.report.signpost import gravest, look_first

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from collector import store
 from collector.commands.options import format_option, home_option, say, show_table, tag_option, write_json
 from collector.errors import TidegaugeError, one_line
+from collector.units import counted, duration
 from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
 if TYPE_CHECKING:
     from collector.diagnosis import RunTables, Verdict
     from collector.stacks import Stack
-    from collector.store import Run
 
 
 @click.command()
@@ -40,13 +41,11 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, with_settin
 
     RUN is a run id, a unique part of one, the name of a run, the path of a run directory, or `latest`.
     """
-    from collector.store import find_run
-
     if form == "html" and output is None and sys.stdout.isatty():
         raise TidegaugeError("the HTML report is some 5 MB, too much for a terminal: give --output FILE")
     if with_settings and form != "json":
         raise TidegaugeError(f"--settings is for --format json, not {form}: the advice in the text names settings")
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     tables, verdict = examine(run)
     if form == "json":
         body = as_report(run, verdict)
@@ -77,11 +76,9 @@ def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: st
     """List the runs, newest first. Trials of `tidegauge tune` are left out."""
     from collector.findings import finite
     from collector.report.listing import as_json, list_entry, run_table
-    from collector.store import is_trial, list_runs
-    from collector.units import counted
 
-    all_runs = list_runs(home)
-    listed = [run for run in all_runs if with_trials or not is_trial(run)]
+    all_runs = store.list_runs(home)
+    listed = [run for run in all_runs if with_trials or not store.is_trial(run)]
     entries = map(list_entry, listed)
     shown = list(itertools.islice((entry for entry in entries if tags.items() <= entry.tags.items()), limit))
     if form == "json":
@@ -119,10 +116,9 @@ def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeou
     """Save a memory snapshot or a profile of a running training. It is taken at the end of a step."""
     from collector.agent.live.snapshot_request import take
     from collector.report.terminal import Terminal
-    from collector.store import find_run
 
     with Terminal(stderr=True).status("requesting the snapshot") as status:
-        run, steps = find_run(home, spec), steps or SNAPSHOT_STEPS.get(kind, 1)
+        run, steps = store.find_run(home, spec), steps or SNAPSHOT_STEPS.get(kind, 1)
         lines, failures = take(run, kind, steps=steps, timeout_seconds=timeout, show=status.update, worker=worker)
     for line in lines:
         click.echo(one_line(line))
@@ -144,9 +140,8 @@ def stacks(spec: str, native: bool, form: str, home: Path) -> None:
     from collector.report.stack_listing import as_json, stack_lines
     from collector.report.terminal import Terminal
     from collector.stacks import group
-    from collector.store import find_run
 
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     found, problem = _living_stacks(run, native=native)
     if not found:
         recorded, when = _recorded_stacks(run)
@@ -162,7 +157,7 @@ def stacks(spec: str, native: bool, form: str, home: Path) -> None:
             terminal.print(line)
 
 
-def _living_stacks(run: Run, *, native: bool) -> tuple[list[Stack], str]:
+def _living_stacks(run: store.Run, *, native: bool) -> tuple[list[Stack], str]:
     """Return the stacks of a run's living processes, or none and the reason."""
     from collector.agent.samplers.stack_dumps import StackError, living, read_stacks
     from collector.report.wording import locus
@@ -182,13 +177,12 @@ def _living_stacks(run: Run, *, native: bool) -> tuple[list[Stack], str]:
     return found, f"no process of {run.run_id} runs on this machine; its stacks can be read while it runs"
 
 
-def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
+def _recorded_stacks(run: store.Run) -> tuple[list[Stack], str]:
     """Return the stacks that the collector took last, and how long after the start of the run that was."""
     from collector.stacks import of_event
-    from collector.store import queries, read
-    from collector.units import duration
+    from collector.store import queries
 
-    with read(run) as snapshot:
+    with store.read(run) as snapshot:
         rows = queries.events(snapshot, "stacks")
     if rows.empty:
         return [], ""
@@ -197,12 +191,12 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
     return of_event(json.loads(rows["body"].iloc[0])), duration(seconds)
 
 
-def judge(run: Run) -> Verdict:
+def judge(run: store.Run) -> Verdict:
     """Return the verdict on a run; save it for lists of runs if its records have ended and were read as a whole."""
     return examine(run)[1]
 
 
-def examine(run: Run) -> tuple[RunTables, Verdict]:
+def examine(run: store.Run) -> tuple[RunTables, Verdict]:
     """Return the tables of a run and the verdict on it, which is saved as `judge` does."""
     from collector.diagnosis import diagnose, load_tables
     from collector.report.known import with_known
@@ -221,21 +215,21 @@ def examine(run: Run) -> tuple[RunTables, Verdict]:
     return tables, verdict
 
 
-def as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
+def as_report(run: store.Run, verdict: Verdict) -> dict[str, Any]:
     """Return the JSON form of the report (docs/report.md)."""
     from collector.report import card
 
     return card.report(verdict, run_id=run.run_id, name=run.name)
 
 
-def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbose: bool = False) -> None:
+def show_card(run: store.Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbose: bool = False) -> None:
     """Print the card."""
     from collector.report.terminal import Terminal
 
     Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose), crop=False)
 
 
-def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
+def card_text(run: store.Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
     """Return the card as plain text of 80 columns."""
     from collector.report.terminal import Terminal
 
@@ -244,7 +238,7 @@ def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
     return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
 
 
-def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
+def _card(run: store.Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
     from collector.report.card import card, command_for
 
     return card(
@@ -256,7 +250,7 @@ def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
     )
 
 
-def render_html(run: Run, verdict: Verdict) -> str:
+def render_html(run: store.Run, verdict: Verdict) -> str:
     """Render the dashboard's views in one file."""
     with the_app("app.html_report", "the HTML report needs") as app:
         rendered: str = app.render(run, verdict)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from collector import store
 from collector.commands.dashboard import DashboardServer, show_way
 from collector.commands.options import (
     NO_LIVE_OPTIONS,
@@ -33,6 +34,7 @@ from collector.commands.options import (
 )
 from collector.commands.report import judge, render_html, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
+from collector.units import counted
 from training_harness.layout import (
     CARD,
     DISABLED_VARIABLE,
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from collector.agent.live.hangs import HangReports
     from collector.agent.live.outlets import Outlets
     from collector.diagnosis import Verdict
-    from collector.store import Run
 
 #: The jobs of `training_harness.jobs`, which this package may not import.
 JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
@@ -255,9 +256,8 @@ def watch(
 ) -> None:
     """Watch a running process from outside. It reads memory, host and devices."""
     from collector.agent.watch import watch as watch_process
-    from collector.store import living_processes
 
-    def announce(run: Run) -> None:
+    def announce(run: store.Run) -> None:
         say(f"watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process")
 
     outlets = _open_outlets(live)
@@ -266,7 +266,7 @@ def watch(
     )
     show_card(run, _judge_and_publish(run, outlets), home=home, to_stderr=True)
     process = run.manifest["command"]
-    if living_processes(run, [(process["host"], process["pid"], process["start_ticks"])]):
+    if store.living_processes(run, [(process["host"], process["pid"], process["start_ticks"])]):
         say(f"the watch is over; process {pid} goes on")
     _close(outlets)
 
@@ -291,11 +291,9 @@ def collect(
     """Resume a run whose collector has ended. Store its records and follow its processes."""
     from collector.agent import loop
     from collector.agent.samplers.procfs import LocalProcess
-    from collector.store import find_run
-    from collector.units import counted
     from training_harness.journal import start_ticks
 
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     if follow is not None and run.manifest["command"] is None:
         try:
             command = loop.manifest_process(LocalProcess(follow, start_ticks(follow)))
@@ -339,9 +337,7 @@ def _run(
 
     disabled = os.environ.get(DISABLED_VARIABLE) == "1"
     if os.environ.get(STORE_VARIABLE) and not disabled:
-        from collector.store import store_address
-
-        store_address()  # A wrong setting is reported before the command starts.
+        store.store_address()  # A wrong setting is reported before the command starts.
     outlets = None if disabled else open_outlets()
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
@@ -410,7 +406,7 @@ def _open_outlets(
     return outlets
 
 
-def _judge_and_publish(run: Run, outlets: Outlets | None) -> Verdict:
+def _judge_and_publish(run: store.Run, outlets: Outlets | None) -> Verdict:
     verdict = judge(run)
     if outlets is not None:
         outlets.publish(verdict.findings)

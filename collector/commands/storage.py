@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from collector import store
 from collector.commands.options import home_option, parse_tags, say, show_table
 from collector.errors import TidegaugeError, one_line
 from collector.units import counted, size
@@ -16,7 +17,6 @@ from training_harness.budget import parse_size
 
 if TYPE_CHECKING:
     from collector.findings import Identity
-    from collector.store import Run
     from collector.store.prune.home import StoredRun
 
 
@@ -43,15 +43,13 @@ def tag(
 
     NAME is the run's new name: every command takes it as RUN, as long as no other run has it. The id stays.
     """
-    from collector.store import Edit, annotate, find_run
-
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     if missing := [key for key in remove if key not in run.tags]:
         others = f"its tags are {', '.join(run.tags)}" if run.tags else "it has no tags"
         raise TidegaugeError(f"{run.run_id} has no tag {missing[0]!r}, so nothing was changed; {others}")
-    edit = Edit(name=name, add=add, remove=frozenset(remove), note=note, is_pinned=is_pinned)
+    edit = store.Edit(name=name, add=add, remove=frozenset(remove), note=note, is_pinned=is_pinned)
     if not edit.is_empty:
-        annotate(run, edit)
+        store.annotate(run, edit)
     lines = {
         "run": run.run_id,
         "name": run.name,
@@ -76,9 +74,8 @@ def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Pa
     finding that RUN has.
     """
     from collector.report.known import change_known, command_of, home_of, known_findings
-    from collector.store import find_run
 
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     command = command_of(run.manifest)
     if kind is not None:
         if stop == bool(reason):
@@ -92,7 +89,7 @@ def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Pa
         click.echo(f"  {one_line(f'{one}: {why}')}")
 
 
-def _identities(run: Run, kind: str) -> set[Identity]:
+def _identities(run: store.Run, kind: str) -> set[Identity]:
     """Return the identities of a run's findings of a kind, by its result or by a verdict made now."""
     from collector.report.listing import list_entry
     from collector.report.results import result_of
@@ -129,11 +126,10 @@ def export(spec: str, directory: Path, form: str, redact: bool, home: Path) -> N
     """Write a run as one file per stream. DuckDB, pandas and Polars read them."""
     from collector.report.listing import export_table
     from collector.report.terminal import Terminal
-    from collector.store import export_run, find_run
 
-    run = find_run(home, spec)
+    run = store.find_run(home, spec)
     with Terminal(stderr=True).status("exporting") as status:
-        result = export_run(
+        result = store.export_run(
             run, directory, form, is_redacted=redact, say=lambda name: status.update(f"writing {name}")
         )
     for problem in result.problems[:5]:
@@ -173,15 +169,15 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
     from collector.report.listing import prune_table
     from collector.store.prune import home as home_prune
 
-    store: Any = home_prune
+    pruning: Any = home_prune
     if of_store:  # it needs packages of its own
-        from collector.store.prune import cluster as store
+        from collector.store.prune import cluster as pruning
     if keep is None and max_size is None:
         raise TidegaugeError("no limit was given: give --keep N, --max-size SIZE, or both")
-    stored = store.stored_runs(home)
+    stored = pruning.stored_runs(home)
     candidates = home_prune.runs_beyond(stored, keep=keep, max_bytes=max_size)
     to_delete = [stored_run for stored_run in candidates if not stored_run.keep_reason]
-    unfinished = len(store.leftovers(home))
+    unfinished = len(pruning.leftovers(home))
     if candidates:
         show_table(prune_table(candidates))
         click.echo()
@@ -192,7 +188,7 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
         if not sys.stdin.isatty():
             raise TidegaugeError("nothing was deleted, because no terminal can confirm it: give --yes")
         click.confirm("delete?", abort=True)
-    staying = store.delete(home, [stored_run.run for stored_run in to_delete])
+    staying = pruning.delete(home, [stored_run.run for stored_run in to_delete])
     for run, reason in staying.items():
         say(one_line(f"{run.run_id} stays: {reason}"))
     deleted = [stored_run for stored_run in to_delete if stored_run.run not in staying]

@@ -16,6 +16,7 @@ import click
 from collector.commands.options import PASS_ON, format_option, home_option, say
 from collector.commands.trials import Trials, change_text, interruptible, show_trials, write_results
 from collector.errors import TidegaugeError
+from collector.units import MISSING, is_known, number, size
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
@@ -241,8 +242,6 @@ def _show(rows: list[Row]) -> None:
 
 
 def _cells(row: Row) -> list[str]:
-    from collector.units import MISSING, number, size
-
     option, cells = row.predicted, [MISSING] * 6
     if option is not None:
         rate, low, high = map(number, (option.batches_per_second, option.low, option.high))
@@ -278,8 +277,6 @@ def _conclusion(rows: list[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    from collector.units import is_known, number
-
     assert row.measured is not None
     batches, samples = row.measured.batches_per_second, row.measured.samples_per_batch
     words = f"{batches:.3g} batches/s"

@@ -9,18 +9,15 @@ import time
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from collector import store
 from collector.commands.dashboard import DashboardServer, show_way
 from collector.commands.demo.tour import STOPS, show_runs
 from collector.commands.options import port_option, say
 from collector.errors import TidegaugeError
 from training_harness.layout import STORE_VARIABLE
-
-if TYPE_CHECKING:
-    from collector.store import Run
 
 #: Recorded runs, one zip file each; `python -m tests.golden.record_demo` records them.
 RECORDED = Path(__file__).with_name("recorded")
@@ -52,20 +49,18 @@ def demo(no_dashboard: bool, port: int, home: Path | None) -> None:
             server.wait()
 
 
-def _day(run: Run) -> str:
+def _day(run: store.Run) -> str:
     """Return the day on which a run was recorded, in UTC."""
     (anchor,) = run.anchors.values()
     return time.strftime("%Y-%m-%d", time.gmtime(anchor["wall_ns"] / 1e9))
 
 
-def unpack(home: Path) -> list[Run]:
+def unpack(home: Path) -> list[store.Run]:
     """Unpack the recorded runs into a home, in the order of the tour; runs that are there already stay.
 
     Raises:
         TidegaugeError: they cannot be written there.
     """
-    from collector.store import Run
-
     runs = []
     try:
         (home / "runs").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,7 +68,7 @@ def unpack(home: Path) -> list[Run]:
             with tempfile.TemporaryDirectory(dir=home) as scratch:
                 zipfile.ZipFile(RECORDED / f"{stop.name}.zip").extractall(scratch)
                 (unpacked,) = Path(scratch).iterdir()
-                run = Run(home / "runs" / unpacked.name)
+                run = store.Run(home / "runs" / unpacked.name)
                 if not run.path.exists():
                     unpacked.rename(run.path)
             runs.append(run)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from collector import store
 from collector.commands.dashboard import DashboardServer, address, show_way
 from collector.commands.demo.memory_limit import NoLimitError, memory_limited
 from collector.commands.options import home_option, port_option, say
@@ -21,7 +22,6 @@ from training_harness.layout import RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
     from collector.diagnosis import Verdict
-    from collector.store import Run
 
 #: Seconds between two samples: the runs are short.
 _INTERVAL_SECONDS = 0.5
@@ -94,7 +94,7 @@ def tour(no_dashboard: bool, port: int, home: Path) -> None:
             server.wait()
 
 
-def show_runs(runs: Sequence[Run], port: int) -> list[tuple[Run, Verdict]]:
+def show_runs(runs: Sequence[store.Run], port: int) -> list[tuple[store.Run, Verdict]]:
     """Print a short card of each run; return the runs with their verdicts."""
     from collector.report.signpost import short_card
     from collector.report.terminal import Terminal
@@ -109,7 +109,7 @@ def show_runs(runs: Sequence[Run], port: int) -> list[tuple[Run, Verdict]]:
     return verdicts
 
 
-def _train(number: int, home: Path) -> Run | None:
+def _train(number: int, home: Path) -> store.Run | None:
     """Train one run; return None if it was not recorded."""
     from collector.agent.launch import run_command
 

@@ -12,18 +12,16 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
+from collector import store
 from collector.commands.dashboard import DashboardServer
 from collector.commands.options import home_option, say
 from collector.commands.report import as_report, card_text, judge, the_app
 from collector.errors import TidegaugeError
 from training_harness.records import STREAMS
-
-if TYPE_CHECKING:
-    from collector.store import Run
 
 
 @click.command(hidden=True)
@@ -47,22 +45,18 @@ def api(question: str, details: str, home: Path) -> None:
         answer.write(json.dumps(finite(body), allow_nan=False).encode())
 
 
-def _find(home: Path, wanted: Mapping[str, Any]) -> Run:
-    from collector.store import find_run
-
-    return find_run(home, wanted["run"])
+def _find(home: Path, wanted: Mapping[str, Any]) -> store.Run:
+    return store.find_run(home, wanted["run"])
 
 
-def _describe(run: Run) -> dict[str, Any]:
+def _describe(run: store.Run) -> dict[str, Any]:
     from collector.report.listing import as_json, list_entry
 
     return {**as_json(list_entry(run)), "path": str(run.path)}
 
 
 def _list(home: Path, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    from collector.store import is_trial, list_runs
-
-    return [_describe(run) for run in list_runs(home) if wanted["trials"] or not is_trial(run)]
+    return [_describe(run) for run in store.list_runs(home) if wanted["trials"] or not store.is_trial(run)]
 
 
 def _report(home: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,20 +95,18 @@ _ANSWERS = {
 }
 
 
-def _write_rows(run: Run, wanted: Mapping[str, Any], answer: BinaryIO) -> None:
+def _write_rows(run: store.Run, wanted: Mapping[str, Any], answer: BinaryIO) -> None:
     """Write the rows of a stream, or of a query, as they come: they may be more than memory holds.
 
     Raises:
         TidegaugeError: there is no such stream, or the SQL is wrong.
     """
-    from collector.store import read
-
     sql, stream = wanted["sql"], wanted["stream"]
     if sql is None:
         if stream not in (*STREAMS, "event"):
             raise TidegaugeError(f"no stream {stream!r}; there are {', '.join(STREAMS)} and event")
         sql = f'SELECT * FROM "{stream}" ORDER BY time_ns'
-    with read(run) as snapshot:
+    with store.read(run) as snapshot:
         snapshot.write_arrow(sql, wanted["params"], answer)
         for problem in snapshot.problems:
             say(problem)

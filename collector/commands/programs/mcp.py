@@ -13,19 +13,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from collector import store
 from collector.commands.options import home_option
 from collector.commands.report import as_report, card_text, judge, the_app
 from collector.errors import TidegaugeError
 from collector.findings import KINDS
 from collector.units import number
 from training_harness.records import NAME, STREAMS
-
-if TYPE_CHECKING:
-    from collector.store import Run
 
 _INSTRUCTIONS = (
     "Tidegauge watches memory and data loading of PyTorch training. Begin with `runs`, then `report` for the "
@@ -129,10 +127,9 @@ class Tools:
     def runs(self, limit: int = 20) -> str:
         """List the newest runs: id, name, status, steps, duration in seconds, gravest finding."""
         from collector.report.listing import list_entry
-        from collector.store import list_runs
 
         lines = []
-        for found in list_runs(self._home)[: min(max(limit, 1), _RUN_LIMIT)]:
+        for found in store.list_runs(self._home)[: min(max(limit, 1), _RUN_LIMIT)]:
             entry = list_entry(found)
             steps, seconds = (entry.result.steps, entry.result.duration_seconds) if entry.result else (None, None)
             parts = (entry.run_id, entry.name, entry.status, steps, seconds, entry.gravest)
@@ -159,7 +156,7 @@ class Tools:
         The time is cut into `points` parts. Streams and columns are those of docs/streams.md, such as
         `process.pss_bytes`, `host.memory_available_bytes`, `step.duration_ns`, `device_memory.allocated_bytes`.
         """
-        from collector.store import queries, read
+        from collector.store import queries
 
         if stream not in STREAMS:
             raise TidegaugeError(f"no stream {stream!r}; there are {', '.join(STREAMS)}")
@@ -170,7 +167,7 @@ class Tools:
         owner = "process_pid" if "process_pid" in columns else "pid"
         keys = ", ".join(["pid", *(key for key in ("device", "loader") if key in columns)])
         select = keys.replace("pid", f"{owner} AS pid")
-        with read(found) as snapshot:
+        with store.read(found) as snapshot:
             origin_ns = queries.origin_ns(found.manifest)
             table = snapshot.query(
                 "WITH span AS (SELECT coalesce($origin, min(time_ns)) AS begin_ns, max(time_ns) AS end_ns "
@@ -196,7 +193,5 @@ class Tools:
             charts = app.charts_of(found, judge(found), path=page, theme="light")
         return "\n\n".join(_chart_text(chart, limit) for _, chart in charts) or f"no charts on {page}"
 
-    def _find(self, run: str) -> Run:
-        from collector.store import find_run
-
-        return find_run(self._home, run)
+    def _find(self, run: str) -> store.Run:
+        return store.find_run(self._home, run)
