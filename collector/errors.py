@@ -17,6 +17,11 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
+def last_line(text: str) -> str:
+    """Return the last line of what a program wrote, which mostly says why it failed; empty if it wrote nothing."""
+    return (text.strip().splitlines() or [""])[-1]
+
+
 def printable(text: str) -> str:
     """Return a text whose control characters are shown (ESC as ␛), not obeyed; line breaks stay."""
     return text if text.isprintable() else text.translate(_PICTURES)

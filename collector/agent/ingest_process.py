@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import collector
 from collector.agent.samplers import procfs
-from collector.errors import TidegaugeError
+from collector.errors import TidegaugeError, last_line
 from collector.store import Counts, IngestResult, Run, Totals, follow_run
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ class IngestProcess:
             self._child.stdin.close()
         self._child.stdout.close()
         assert self._child.stderr is not None
-        lines = self._child.stderr.read().decode(errors="replace").strip().splitlines()
+        self._last_words = last_line(self._child.stderr.read().decode(errors="replace")) or "it said nothing"
         self._child.stderr.close()
         self._child.wait()
-        self._child, self._last_words = None, lines[-1] if lines else "it said nothing"
+        self._child = None
 
     def move_here(self) -> None:
         """Ingest in this process from now on."""

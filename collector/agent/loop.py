@@ -166,9 +166,7 @@ class Agent:
         if fields is None:
             return
         self._events.append("stacks", **fields)
-        self._record_dumps(
-            _DUMPS_SECONDS, (LocalProcess(one["pid"], one["start_ticks"]) for one in fields["processes"])
-        )
+        self._record_dumps(_DUMPS_SECONDS, map(LocalProcess.of, fields["processes"]))
         is_suspicious = fields["idle_seconds"] is not None or any(
             one["silent_seconds"] >= one["budget_seconds"] for one in fields["silent"]
         )
@@ -391,7 +389,7 @@ def collect(run: Run, *, interval_seconds: float, outlets: Outlets | None = None
     manifest = run.manifest
     recorded = manifest["command"]
     is_local = recorded is not None and recorded["host"] == socket.gethostname()
-    command = LocalProcess(recorded["pid"], recorded["start_ticks"]) if is_local else None
+    command = LocalProcess.of(recorded) if is_local else None
     agent = Agent(run, command=command, resumed=True, ingester=ingester, outlets=outlets)
     update_manifest(run, collector=manifest_process(agent.key))
     was_alive = agent.is_run_alive()

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from collector.agent.loop import Agent, follow, manifest_process, update_manifes
 from collector.agent.samplers.procfs import LocalProcess
 from collector.diagnosis import RunTables, diagnose, load_tables
 from collector.diagnosis.loading import Loop, loops
-from collector.errors import TidegaugeError, one_line
+from collector.errors import TidegaugeError, last_line, one_line
 from collector.store import Run
 from training_harness.journal import start_ticks
 from training_harness.layout import TRIAL_LOADER_VARIABLE, TRIAL_VARIABLE, create_run
@@ -39,49 +39,50 @@ _MEMORY_DEATHS = ("host-oom-kill", "cuda-oom", "shm-bus-error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """The outcome of a trial: its run, and whether it yielded a batch.
+class TrialResult:
+    """A trial that is over: its run, and the loop with most batches, None without a batch.
 
-    `exit_status` is that of a training that ended by itself, -n for signal n; None if the trial ended it.
+    `failure` says why it failed, and is empty if it did not. `fits` is False if memory ran out.
     """
 
-    run: Run
-    exit_status: int | None
-    has_batch: bool
-
-    @property
-    def failure(self) -> str:
-        """The failure, with the last line of the training's output; empty if there was none."""
-        if self.exit_status:
-            what = f"the training failed with exit status {self.exit_status}"
-        elif not self.has_batch:
-            what = "the training ended without a batch"
-            if self.exit_status is None:
-                what = f"no batch within {STARTUP_SECONDS:.0f} s"
-        else:
-            return ""
-        last_line = (self.run.path / _LOG).read_text(errors="replace").strip().splitlines()[-1:]
-        return f"{what}: {last_line[0]}" if last_line else what
+    tables: RunTables
+    loop: Loop | None
+    failure: str
+    fits: bool
 
 
-def run_trial(
-    argv: Sequence[str],
-    *,
-    home: Path,
-    name: str,
-    loader: str | None,
-    seconds: float,
-    interrupted: Callable[[], bool],
-) -> Trial:
-    """Run a command under Tidegauge for some seconds from its first batch on.
+def try_once(
+    command: Sequence[str], home: Path, *, name: str, loader: str | None, seconds: float, signals: Sequence[int]
+) -> TrialResult:
+    """Run a command under Tidegauge for some seconds from its first batch on, and read its run.
 
     Its output goes to a file in the run directory.
 
     `loader` are the settings of its loaders (`TRIAL_LOADER_VARIABLE`); None leaves them as the script has them.
-    `interrupted` returns whether to end at once.
+    A signal in `signals` ends it at once.
 
     Raises:
-        TidegaugeError: the home cannot be written, or the command cannot be started.
+        TidegaugeError: the home cannot be written, the command cannot be started, or its run cannot be read.
+    """
+    run, exit_status, has_batch = _train(command, home, name, loader, seconds, signals)
+    tables = load_tables(run)
+    shortage, failure = memory_shortage(tables, exit_status), _failure(run, exit_status, has_batch=has_batch)
+    if not failure and (raised := tables.events_of("exception")):  # it may be recorded before the process ends
+        failure = one_line(f"the training failed: {raised[-1]['type']}: {raised[-1]['message']}")
+    return TrialResult(
+        tables=tables,
+        loop=max(loops(tables), key=lambda loop: len(loop.batches), default=None),
+        failure=f"does not fit: {shortage}" if shortage else failure,
+        fits=not shortage,
+    )
+
+
+def _train(
+    argv: Sequence[str], home: Path, name: str, loader: str | None, seconds: float, signals: Sequence[int]
+) -> tuple[Run, int | None, bool]:
+    """Run and follow the command; return its run, its exit status, and whether it yielded a batch.
+
+    The exit status is that of a training that ended by itself, -n for signal n; None if the trial ended it.
     """
     try:
         run = Run(create_run(home, name=name, argv=argv, tags={"tune": loader or "as it is"}, is_trial=True))
@@ -97,7 +98,7 @@ def run_trial(
     def wait(wait_seconds: float) -> bool:
         nonlocal first_batch_at, is_read
         until = time.monotonic() + wait_seconds
-        while child.poll() is None and not interrupted():
+        while child.poll() is None and not signals:
             now = time.monotonic()
             if first_batch_at is None and any(run.journal_dir.glob("*.batch.*")):
                 first_batch_at = now
@@ -125,7 +126,21 @@ def run_trial(
     has_batch = first_batch_at is not None or any(run.journal_dir.glob("*.batch.*"))
     agent.command_ended(child.returncode)
     agent.finish()
-    return Trial(run=run, exit_status=exit_status, has_batch=has_batch)
+    return run, exit_status, has_batch
+
+
+def _failure(run: Run, exit_status: int | None, *, has_batch: bool) -> str:
+    """Return why a trial failed, with the last line of the training's output; empty if it did not."""
+    if exit_status:
+        what = f"the training failed with exit status {exit_status}"
+    elif has_batch:
+        return ""
+    elif exit_status is None:
+        what = f"no batch within {STARTUP_SECONDS:.0f} s"
+    else:
+        what = "the training ended without a batch"
+    output = (run.path / _LOG).read_text(errors="replace")
+    return ": ".join(filter(None, (what, last_line(output))))
 
 
 def _start(argv: Sequence[str], environ: Mapping[str, str], run: Run) -> subprocess.Popen[bytes]:
@@ -168,47 +183,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialResult:
-    """A trial that is over: its run, and the loop with most batches, None without a batch.
-
-    `failure` says why it failed, and is empty if it did not. `fits` is False if memory ran out.
-    """
-
-    tables: RunTables
-    loop: Loop | None
-    failure: str
-    fits: bool
-
-
-def try_once(
-    command: Sequence[str], home: Path, *, name: str, loader: str | None, seconds: float, signals: Sequence[int]
-) -> TrialResult:
-    """Run one trial and read its run.
-
-    Raises:
-        TidegaugeError: its run cannot be made or read.
-    """
-    trial = run_trial(
-        command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(signals)
-    )
-    tables = load_tables(trial.run)
-    shortage, failure = memory_shortage(tables, trial.exit_status), trial.failure
-    if not failure and (raised := tables.events_of("exception")):  # it may be recorded before the process ends
-        failure = one_line(f"the training failed: {raised[-1]['type']}: {raised[-1]['message']}")
-    return TrialResult(
-        tables=tables,
-        loop=max(loops(tables), key=lambda loop: len(loop.batches), default=None),
-        failure=f"does not fit: {shortage}" if shortage else failure,
-        fits=not shortage,
-    )
-
-
 def memory_shortage(tables: RunTables, exit_status: int | None) -> str:
     """Return how memory ran out, in words; empty if it did not.
 
     SIGKILL counts if nothing else explains the end: memory guards send it too, and the kernel's own kills cannot be
-    counted everywhere. The exit status is that of `Trial`.
+    counted everywhere. The exit status is that of `_train`.
     """
     if not exit_status and not tables.events_of("exception"):
         return ""  # Its processes that died were ended with the trial.

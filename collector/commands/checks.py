@@ -26,7 +26,7 @@ from collector.agent.samplers.host import HostSampler
 from collector.agent.samplers.procfs import read_rollup
 from collector.agent.samplers.samples import Sample
 from collector.agent.samplers.stack_dumps import StackError, read_stacks
-from collector.errors import TidegaugeError
+from collector.errors import TidegaugeError, last_line
 from collector.findings import Locus
 from collector.report.terminal import grid
 from collector.units import counted, percent, size
@@ -168,9 +168,8 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
     """Judge torch and the hooks by the events of that training."""
     if exit_status != 0:
         silent = f"exit status {exit_status} without a message, as of a program that is no Python"
-        last = stderr.strip().splitlines()[-1] if stderr.strip() else silent
         remedy = "install torch there, or give --python the Python of your training"
-        yield Check("torch", f"a training of two steps failed, {last}", remedy)
+        yield Check("torch", f"a training of two steps failed, {last_line(stderr) or silent}", remedy)
         return
     start = next((event for event in events if event["kind"] == "process-start"), None)
     if start is None:

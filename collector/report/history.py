@@ -263,16 +263,6 @@ class FindingHistory:
     gone: ListEntry | None
     known: str | None
 
-    @property
-    def words(self) -> str:
-        """The history in one clause: `in 6 of 9 runs, first at commit a1b2c3d, gone since commit d4e5f6a`."""
-        parts = [f"in {self.count} of {counted(self.runs_count, 'run')}"]
-        if self.first is not None:
-            parts.append(f"first at {place_words(self.first)}")
-        if self.gone is not None:
-            parts.append(f"gone since {place_words(self.gone)}")
-        return ", ".join(parts)
-
 
 def finding_histories(history: History, entries: Iterable[ListEntry]) -> list[FindingHistory]:
     """Return the history of each finding that needs attention, those of the newest run first, then by severity.

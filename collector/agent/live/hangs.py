@@ -49,8 +49,7 @@ class HangReports:
         """Take note of an event of the run's processes on this host: cancelling ends their workers."""
         if self._is_cancelled and event["kind"] == "worker-start":
             oldest, others = self._workers[:_CHECKED_COUNT], self._workers[_CHECKED_COUNT:]
-            new = LocalProcess(event["pid"], event["start_ticks"])
-            self._workers[:] = [*others, *filter(LocalProcess.is_alive, oldest), new]
+            self._workers[:] = [*others, *filter(LocalProcess.is_alive, oldest), LocalProcess.of(event)]
 
     def report(self, run: Run, name: str, findings: Iterable[Finding]) -> None:
         """Report the hangs that are new and certain."""
@@ -72,7 +71,7 @@ class HangReports:
                 "hang-cancelled", command_pid=command["pid"]
             )
             say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
-            processes = LocalProcess(command["pid"], command["start_ticks"]), self._workers, finding.locus
+            processes = LocalProcess.of(command), self._workers, finding.locus
             threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()
 
     def close(self) -> None:

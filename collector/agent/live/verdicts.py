@@ -20,6 +20,7 @@ from collector.agent.ingest_process import stand_back
 from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.agent.samplers import procfs
+from collector.errors import last_line
 from collector.findings import Finding, from_json
 from collector.store import Run
 
@@ -130,8 +131,7 @@ class LiveVerdicts:
                 return
             if child.returncode:
                 errors.seek(0)
-                last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-                reason = last[0] if last else "it said nothing"
+                reason = last_line(errors.read().decode(errors="replace")) or "it said nothing"
                 raise RuntimeError(f"no verdict, status {child.returncode}: {reason}")
             report = json.loads(output)
             self._settings.note(report.get("settings", ()))

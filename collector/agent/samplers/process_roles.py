@@ -92,20 +92,18 @@ class ProcessRoles:
         """Learn from one event; it changes nothing unless it names a process of this host."""
         if event.get("host") != self._host:
             return
-        kind, rank = event.get("kind"), event.get("rank")
+        kind, rank, process = event.get("kind"), event.get("rank"), LocalProcess.of(event)
         if kind == "process-start":
-            self._roles.setdefault(_writer(event), Role(role=ROLE_MAIN, rank=rank))
+            self._roles.setdefault(process, Role(role=ROLE_MAIN, rank=rank))
         elif kind == "process-exit":
-            self._exits_ns[_writer(event)] = event["time_ns"]
+            self._exits_ns[process] = event["time_ns"]
             if event.get("detached"):
-                self._detached.add(_writer(event))
-                self.forget(_writer(event))
+                self._detached.add(process)
+                self.forget(process)
         elif kind == "cuda-device":
             self.recording_pids.add(event["pid"])
         elif kind == "worker-start":
-            self._roles[_writer(event)] = Role(
-                role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"]
-            )
+            self._roles[process] = Role(role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"])
         elif kind == "epoch-start":
             for worker, pid in enumerate(event["worker_pids"]):
                 key = self._living_since(pid, event["time_ns"])
@@ -119,10 +117,6 @@ class ProcessRoles:
             return None
         started_ns = ticks * 1_000_000_000 // _TICKS_PER_SECOND - self._boot_offset_ns
         return LocalProcess(pid, ticks) if started_ns <= time_ns + _CLOCK_SLACK_NS else None
-
-
-def _writer(event: dict[str, Any]) -> LocalProcess:
-    return LocalProcess(event["pid"], event["start_ticks"])
 
 
 class EventTail:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from training_harness.journal import stat_fields
 
@@ -33,6 +34,11 @@ class LocalProcess(NamedTuple):
 
     pid: int
     start_ticks: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> LocalProcess:
+        """Return the process that an event, or an entry of the manifest, names."""
+        return cls(fields["pid"], fields["start_ticks"])
 
     def is_alive(self) -> bool:
         """Return whether it has not ended."""

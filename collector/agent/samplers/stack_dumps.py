@@ -58,7 +58,7 @@ def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
-    named = {*roles} | ({LocalProcess(command["pid"], command["start_ticks"])} if command else set())
+    named = {*roles} | ({LocalProcess.of(command)} if command else set())
     alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
 

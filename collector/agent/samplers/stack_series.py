@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.stack_dumps import StackError, py_spy
-from collector.errors import one_line
+from collector.errors import last_line, one_line
 from collector.stacks import Frame, fetch_part, own_work, without_waiting
 
 RATE_HZ = 20
@@ -108,8 +108,8 @@ def _run(
         timer.cancel()
         child.returncode = os.waitstatus_to_exitcode(status)
         messages.seek(0)
-        lines = messages.read().decode(errors="replace").strip().splitlines()
-    return usage.ru_utime + usage.ru_stime, one_line(lines[-1]) if lines else ""
+        failure = one_line(last_line(messages.read().decode(errors="replace")))
+    return usage.ru_utime + usage.ru_stime, failure
 
 
 def read_trace(trace: Iterable[Mapping[str, Any]], moments_count: int) -> Series:

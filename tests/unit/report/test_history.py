@@ -113,8 +113,8 @@ def test_findings_have_a_history_over_runs():
     runs = [entry(n, commit="abcdefg"[n], findings=having.get(n, ())) for n in range(7)]
     slow, copies = finding_histories(history_of(TRAIN, runs), runs)
     assert str(copies.identity) == "copy-on-read-growth in workers of train_loader"
-    assert copies.words == "in 3 of 7 runs, first at commit bbbbbbb, gone since commit eeeeeee"
-    assert slow.words == "in 2 of 7 runs, first at commit bbbbbbb"
+    assert (copies.count, copies.runs_count, copies.first, copies.gone) == (3, 7, runs[1], runs[4])
+    assert (slow.count, slow.runs_count, slow.first, slow.gone) == (2, 7, runs[1], None)
 
 
 def test_a_finding_of_a_helper_has_a_place_in_words():
@@ -125,7 +125,7 @@ def test_a_finding_of_a_helper_has_a_place_in_words():
 def test_a_run_that_ended_early_does_not_show_that_a_finding_is_gone():
     runs = [entry(n, findings=(COPIES,)) for n in range(3)] + [entry(3, result={"steps": 2})]
     (copies,) = finding_histories(history_of(TRAIN, runs), runs)
-    assert copies.words == "in 3 of 3 runs"
+    assert (copies.count, copies.runs_count, copies.first, copies.gone) == (3, 3, None, None)
 
 
 def found(kind="slow-worker", **locus):
