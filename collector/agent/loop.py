@@ -52,7 +52,6 @@ class Agent:
         resumed: whether another collector followed the run before.
         ingester: opened by the caller; None opens it at the first ingest.
         outlets: live metrics, alerts and investigations, already begun; None without any.
-        clock_ns: CLOCK_MONOTONIC.
     """
 
     def __init__(
@@ -64,12 +63,10 @@ class Agent:
         resumed: bool = False,
         ingester: IngestProcess | None = None,
         outlets: Outlets | None = None,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._run = run
         self._command = command
         self._is_parent = is_parent
-        self._clock_ns = clock_ns
         identity = Identity.of_this_process()
         self.key = LocalProcess(identity.pid, identity.start_ticks)
         self._events = EventLog(run.events_dir, identity)
@@ -82,19 +79,19 @@ class Agent:
         )
         self._problems = Problems(self._events)
         self._outlets = outlets
-        self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None, clock_ns)
+        self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None)
         self._writers = {
             name: JournalWriter(run.journal_dir, stream, identity, events=self._events)
             for name, stream in STREAMS.items()
         }
         self._event_tail = EventTail(run.events_dir, identity.host)
         self._roles = ProcessRoles(identity.host, partial(procfs.start_ticks, _PROC))
-        now_ns = clock_ns()
+        now_ns = time.monotonic_ns()
         self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
         self._early: EarlySampler | None = EarlySampler(now_ns)
         self._hangs = HangWatch(run.journal_dir, identity.host, self._roles)
-        self._dumps = RecorderDumps(_PROC)
-        self._programs = ProgramLog(str(run.path.absolute()), _PROC)
+        self._dumps = RecorderDumps()
+        self._programs = ProgramLog(str(run.path.absolute()))
         self._host = HostSampler(command.pid if command else None)
         self._limit: MemoryLimit | None = None
         self._devices = find_devices()
@@ -116,7 +113,7 @@ class Agent:
 
     def tick(self) -> None:
         """Take one sample of everything, and ingest if that is due."""
-        now_ns = self._clock_ns()
+        now_ns = time.monotonic_ns()
         self._sample(now_ns)
         with self._problems.guard("stacks"):
             self._watch_for_hangs(now_ns)
@@ -203,23 +200,23 @@ class Agent:
         self._has_succeeded = exit_status == 0
         with self._problems.guard("processes"):
             last = self._processes.last_sample(command, exit_status)
-            self._write("process", self._clock_ns(), [last])
+            self._write("process", time.monotonic_ns(), [last])
 
     def finish(self) -> bool:
         """Sample once more, give orphans a moment, record those left running, ingest everything and close.
 
         Return whether everything is in the lake; the rest waits in the journals.
         """
-        self._sample(self._clock_ns())
+        self._sample(time.monotonic_ns())
         if self._outlets is not None:
             with self._problems.guard("lines"):
                 self._record_series(self._outlets.lines.close())
         orphans = [*self._roles.workers(), *self._roles.mains(), *self._left_running()]
         if any(process.is_alive() for process in orphans):
-            deadline_ns = self._clock_ns() + round(ORPHANS_SECONDS * 1e9)
-            while any(process.is_alive() for process in orphans) and self._clock_ns() < deadline_ns:
+            deadline_ns = time.monotonic_ns() + round(ORPHANS_SECONDS * 1e9)
+            while any(process.is_alive() for process in orphans) and time.monotonic_ns() < deadline_ns:
                 time.sleep(_ORPHANS_POLL_SECONDS)
-            self._sample(self._clock_ns())
+            self._sample(time.monotonic_ns())
             with self._problems.guard("events"):
                 self._record_left_running()
         if not self._has_succeeded:  # NCCL's watchdog writes a dump just before it ends its process
@@ -241,7 +238,7 @@ class Agent:
         """Return the processes that the command started and left behind; none if this process is not its parent."""
         if not self._is_parent or self._command is None:
             return []
-        keys = find_left_running(_PROC, str(self._run.path.absolute()), self._command.start_ticks)
+        keys = find_left_running(str(self._run.path.absolute()), self._command.start_ticks)
         return [key for key in keys if key != self._command]
 
     def _record_left_running(self) -> None:
@@ -295,7 +292,7 @@ class Agent:
             # The driver may still hold memory of a process that has just ended.
             sampled = pids | self._pids_before
             # PyTorch's records are compared with these: a busy machine may be late in the tick.
-            read_ns = self._clock_ns()
+            read_ns = time.monotonic_ns()
             self._write("device", read_ns, self._devices.sample(sampled, self._roles.recording_pids))
             self._pids_before = pids
 

@@ -46,8 +46,7 @@ class _File(NamedTuple):
 class RecorderDumps:
     """The dumps of a run."""
 
-    def __init__(self, proc: str = "/proc") -> None:
-        self._proc = proc
+    def __init__(self) -> None:
         self._noted: set[LocalProcess] = set()
         self._places: dict[str, _Place] = {}
         #: Path -> time of change and size when it was read.
@@ -62,14 +61,14 @@ class RecorderDumps:
             if process in self._noted:
                 continue
             self._noted.add(process)
-            environ = read_environ(self._proc, process.pid)
+            environ = read_environ("/proc", process.pid)
             if environ is not None:
                 self._learn(process, environ)
 
     def _learn(self, process: LocalProcess, environ: Mapping[str, str]) -> None:
         try:
-            directory = os.readlink(f"{self._proc}/{process.pid}/cwd")
-            owner = os.stat(f"{self._proc}/{process.pid}").st_uid
+            directory = os.readlink(f"/proc/{process.pid}/cwd")
+            owner = os.stat(f"/proc/{process.pid}").st_uid
         except OSError:
             return
         age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - process.start_ticks * procfs.NS_PER_TICK

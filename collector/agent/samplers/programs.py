@@ -129,15 +129,15 @@ def has_torch(proc: str, pid: int) -> bool:
     return _TORCH in (procfs.read_file(f"{proc}/{pid}/maps") or b"")
 
 
-def find_left_running(proc: str, run_dir: str, since_ticks: int) -> list[LocalProcess]:
+def find_left_running(run_dir: str, since_ticks: int) -> list[LocalProcess]:
     """Find the living processes of a run, none older than its command, whatever their parent is now."""
     variable = b"\0" + os.fsencode(f"{RUN_DIR_VARIABLE}={run_dir}") + b"\0"
     keys = []
-    for pid in procfs.pids(proc) - {os.getpid()}:
-        stat = procfs.read_stat(proc, pid)
+    for pid in procfs.pids("/proc") - {os.getpid()}:
+        stat = procfs.read_stat("/proc", pid)
         if stat is None or stat.has_ended or stat.start_ticks < since_ticks:
             continue
-        if variable in b"\0" + (procfs.read_file(f"{proc}/{pid}/environ") or b"") + b"\0":
+        if variable in b"\0" + (procfs.read_file(f"/proc/{pid}/environ") or b"") + b"\0":
             keys.append(LocalProcess(pid, stat.start_ticks))
     return keys
 
@@ -150,9 +150,8 @@ class ProgramLog:
     #: Ticks after its first one at which a process is read: torch is imported within seconds, or never.
     _READ_AT_TICKS = (1, 2, 4, 8, 15)
 
-    def __init__(self, run_dir: str, proc: str = "/proc") -> None:
+    def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
-        self._proc = proc
         self._ticks: dict[LocalProcess, int] = {}
         self._done: set[LocalProcess] = set()
         self._events_count = 0
@@ -166,10 +165,10 @@ class ProgramLog:
         return [fields for key in due for fields in self._describe(key, is_first=self._ticks[key] == first)]
 
     def _describe(self, key: LocalProcess, *, is_first: bool) -> list[dict[str, object]]:
-        program = read_program(self._proc, key.pid, self._run_dir) if self._events_count < self.AT_MOST else None
+        program = read_program("/proc", key.pid, self._run_dir) if self._events_count < self.AT_MOST else None
         if program is None:
             return []
-        imports_torch = program.is_python and has_torch(self._proc, key.pid)
+        imports_torch = program.is_python and has_torch("/proc", key.pid)
         if imports_torch or not program.is_python:
             self._done.add(key)
         if not is_first and not imports_torch:

@@ -49,17 +49,17 @@ class StackError(Exception):
     """The stacks of a process cannot be read; the message says why, with the remedy."""
 
 
-def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
+def living(run: Run) -> dict[LocalProcess, Locus]:
     """Return the processes of a run that live on this host, without the collector, and their places in the run."""
     if not of_this_boot(run):
         return {}
     host = socket.gethostname()
-    roles = ProcessRoles(host, lambda pid: procfs.start_ticks(proc, pid))
+    roles = ProcessRoles(host, lambda pid: procfs.start_ticks("/proc", pid))
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
     named = {*roles} | ({LocalProcess.of(command)} if command else set())
-    alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
+    alive, _ = ProcessTree("/proc", collector["pid"] if collector else 0).update(named)
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
 
 

@@ -76,9 +76,9 @@ def test_a_process_in_a_pid_namespace_of_its_own_is_said_to_be_in_one(tmp_path):
 
 def test_processes_left_running_are_found_by_their_environment(child):
     since = start_ticks(child.pid)
-    assert [key.pid for key in find_left_running("/proc", "/home/ann/runs/one", since)] == [child.pid]
-    assert find_left_running("/proc", "/home/ann/runs/another", since) == []
-    assert find_left_running("/proc", "/home/ann/runs/one", since + 1) == []
+    assert [key.pid for key in find_left_running("/home/ann/runs/one", since)] == [child.pid]
+    assert find_left_running("/home/ann/runs/another", since) == []
+    assert find_left_running("/home/ann/runs/one", since + 1) == []
 
 
 def test_process_is_recorded_once_and_not_in_its_first_tick(child):
