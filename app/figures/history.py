@@ -46,10 +46,8 @@ def trend(history: report.History, figure_of: report.Trend, theme: Theme) -> Cha
         x, y = [begin + 0.6, end + 0.4], [level / scale] * 2
         figure.add_trace(line("level", x, y, theme.quiet, axis_unit, line={"dash": "dash"}, hoverinfo="skip"))
     hover = [f"{escape(_title(entry))}: {quantity(value, unit)}" for entry, value in points]
-    figure.add_trace(
-        marks("runs", numbers, [value / scale for value in values], theme.text, "circle", 8, "", text=hover)
-        | {"hovertemplate": "%{text}<extra></extra>"}
-    )
+    heights = [value / scale for value in values]
+    figure.add_trace(marks("runs", numbers, heights, theme.text, "circle", 8, "%{text}<extra></extra>", text=hover))
     low, high = quantity(min(values), unit), quantity(max(values), unit)
     spread = f"{low} in all {len(points)} runs" if low == high else f"{low} to {high} over {len(points)} runs"
     caption = f"Newest run {quantity(values[-1], unit)}, {spread}."

@@ -40,12 +40,13 @@ def _slowdown(moment: Moment) -> Slowdown | None:
 
 def _checks(moment: Moment) -> Iterator[Block]:
     """List what was looked at without a finding, and what could not be judged."""
-    if moment.verdict is not None:
-        for text, icon in zip(
-            report.check_words(moment.verdict.checks), (":material/check:", ":material/help:"), strict=True
-        ):
-            if text:
-                yield Note(text, icon=icon)
+    if moment.verdict is None:
+        return
+    fine, unjudged = report.check_words(moment.verdict.checks)
+    if fine:
+        yield Note(fine, icon=":material/check:")
+    if unjudged:
+        yield Note(unjudged, icon=":material/help:")
 
 
 def _key_figures(moment: Moment) -> Iterator[Block]:
@@ -102,10 +103,10 @@ def _step_time(moment: Moment) -> Iterator[Block]:
 def _decisive_chart(moment: Moment) -> Iterator[Block]:
     """Draw the chart that shows the gravest finding: a GPU's memory, the step time, else the host memory."""
     urgent = needs_attention(moment.findings)
-    device = urgent[0].locus.device if urgent else None
-    for gpu in gpus(moment) if device is not None else ():
-        if gpu.row["device"] == device and urgent[0].locus.host in (None, gpu.row["host"]):
-            yield from gpu_usage(moment, gpu)
+    if urgent and (where := urgent[0].locus).device is not None:
+        for gpu in gpus(moment):
+            if gpu.row["device"] == where.device and where.host in (None, gpu.row["host"]):
+                yield from gpu_usage(moment, gpu)
     yield from _time_and_memory(moment)[0](moment)
 
 

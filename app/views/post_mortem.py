@@ -155,7 +155,8 @@ def _table(moment: Moment) -> Iterator[Block]:
         ].copy()
     found["highest"] = found["pss_peak_bytes"].fillna(found["rss_peak_bytes"])
     found = found.sort_values(["highest", "pid"], ascending=[False, True])
-    lacking = memory.unread(found, "pss_bytes") and " (RSS): PSS was not read, and RSS counts shared pages fully."
+    lacks_pss = bool(memory.unread(found, "pss_bytes"))
+    lacking = " (RSS): PSS was not read, and RSS counts shared pages fully." if lacks_pss else ""
     yield moment.table(
         "last-minute",
         f"Processes with a sample in the last minute, largest first.{lacking}{_earlier(moment)}",

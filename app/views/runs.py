@@ -76,11 +76,10 @@ def show() -> None:
     if not shown:
         st.caption(":material/info: No run matches the search.")
     _draw_actions(chosen, shown, by_id)
-    history_command = command or next(
-        iter(entry.command for entry in [*chosen, *shown] if entry.command.text), None
-    )
-    if history_command is not None:
-        _draw_history(history_command, commands[history_command], by_id)
+    if command is None:
+        command = next((entry.command for entry in [*chosen, *shown] if entry.command.text), None)
+    if command is not None:
+        _draw_history(command, commands[command], by_id)
 
 
 def search(

@@ -176,11 +176,9 @@ def _change_words(name: str, event: Mapping[str, Any]) -> tuple[str, str]:
     if event["is_undo"]:
         return "undo", f"{name}: {setting} again from pass {event['epochs_count'] + 1} on"
     expected = event["expected"] or {}
-    rate, low, high, measured = (
-        number(value)
-        for value in (*(expected.get(key) for key in ("batches_per_second", "low", "high")), event["measured"])
-    )
+    rate, low, high = (number(expected.get(key)) for key in ("batches_per_second", "low", "high"))
     return "set", (
         f"{name}: {setting} from pass {event['epochs_count'] + 1} on, not {before}. Expected: {rate} batches/s "
-        f"({low}-{high}), measured before: {measured}. Same samples, same order; random augmentation differs"
+        f"({low}-{high}), measured before: {number(event['measured'])}. "
+        "Same samples, same order; random augmentation differs"
     )

@@ -98,8 +98,9 @@ def _growth(run: ExaminedRun, _: ExaminedRun | None) -> Figure:
 
 
 def _data_wait(run: ExaminedRun, _: ExaminedRun | None) -> Figure:
+    ratio = run.verdict.summary["data_wait_ratio"]
     return Figure(
-        value=(ratio := run.verdict.summary["data_wait_ratio"]),
+        value=ratio,
         n=None if ratio is None else run.verdict.steps or run.verdict.batches,
         reason="" if ratio is not None else "no DataLoader seen",
         finding=_first(run, "data loading"),

@@ -385,11 +385,15 @@ def _details(
 
 def _says(finding: Finding, item: Evidence) -> bool:
     """Return whether a finding's sentence has each word of a text among its evidence, up to where it is cut."""
-    value, sentence = (
-        {word.strip(".,:;()…") for word in str(text).split()} for text in (item.value, finding.summary)
-    )
+    if not isinstance(item.value, str):
+        return False
+    words, sentence = _bare_words(item.value), _bare_words(finding.summary)
     least_ratio = _QUOTED_RATIO if finding.summary.endswith("…") else 1.0
-    return isinstance(item.value, str) and len(value & sentence) >= least_ratio * len(value)
+    return len(words & sentence) >= least_ratio * len(words)
+
+
+def _bare_words(text: str) -> set[str]:
+    return {word.strip(".,:;()…") for word in text.split()}
 
 
 def _evidence(evidence: Sequence[Evidence]) -> Group:

@@ -333,7 +333,10 @@ def site_words(site: AllocationSite) -> str:
 def line_words(lines: Sequence[WaitingLine]) -> Iterator[str]:
     """Yield in words the share of each line in the awaited time, its source and its caller; the first has n."""
     for place, line in enumerate(lines):
-        quoted = (line.source or "").replace("`", "'")
-        details = filter(None, [context(line), "" if place else samples(line)])
-        words = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
-        yield f"{words} ({both})" if (both := "; ".join(details)) else words
+        words = f"{percent(line.ratio)} of the awaited time: `{line.site}`"
+        if line.source:
+            words += ": `{}`".format(line.source.replace("`", "'"))
+        details = [context(line), samples(line) if place == 0 else ""]
+        if any(details):
+            words += f" ({'; '.join(filter(None, details))})"
+        yield words

@@ -194,15 +194,19 @@ def _memory(view: View) -> Iterator[tuple[str, float]]:
         if role in ("main", "worker") and "pss_bytes" in total:
             pss_bytes[f"memory/{role}_bytes"] += total["pss_bytes"]
     yield from ((name, float(value)) for name, value in pss_bytes.items())
-    # Where the series are, a sample, and its columns with their names as series.
-    parts: list[tuple[str, Mapping[str, float | None], Mapping[str, str]]] = []
-    parts += [("host/", sample, _HOST_COLUMNS) for sample in view.samples.get("host", ())]
+    for sample in view.samples.get("host", ()):
+        yield from _known("host/", sample, _HOST_COLUMNS)
     for sample in view.samples.get("device", ()):
-        parts.append((f"gpu{sample['device']:.0f}/", sample, {"used_bytes": "used_bytes"}))
+        yield from _known(f"gpu{sample['device']:.0f}/", sample, {"used_bytes": "used_bytes"})
     for (_, rank, device), newest in (view.totals.allocator if view.totals else {}).items():
         place = f"gpu{device}/" if rank is None else f"gpu{device}/rank{rank}_"
-        parts.append((place, newest, {name: name for name in ("allocated_bytes", "reserved_bytes")}))
-    for place, sample, columns in parts:
-        for column, name in columns.items():
-            if (value := sample.get(column)) is not None:
-                yield f"{place}{name}", float(value)
+        yield from _known(place, newest, {name: name for name in ("allocated_bytes", "reserved_bytes")})
+
+
+def _known(
+    place: str, sample: Mapping[str, float | None], columns: Mapping[str, str]
+) -> Iterator[tuple[str, float]]:
+    """Yield the columns of a sample that have a value, under the names of their series."""
+    for column, name in columns.items():
+        if (value := sample.get(column)) is not None:
+            yield f"{place}{name}", float(value)

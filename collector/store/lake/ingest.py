@@ -325,14 +325,15 @@ class Ingester:
 
 def _totals(ask: Ask, where: str) -> Totals:
     """Return the totals of the lake's rows."""
-    totals, lake_of = Totals(), f"FROM {lake.LAKE}.{{}} WHERE {where} GROUP BY ALL"
+    totals = Totals()
     for stream, sums in SUMS.items():
         columns = ", ".join("count(*)" if name is None else f"sum({name})::BIGINT" for name in sums.values())
-        for host, rank, *values in ask(f"SELECT host, rank, {columns} {lake_of.format(stream)}"):
+        query = f"SELECT host, rank, {columns} FROM {lake.LAKE}.{stream} WHERE {where} GROUP BY ALL"
+        for host, rank, *values in ask(query):
             rank_sums = totals.sums.setdefault((host, rank), {})
             rank_sums.update({name: value for name, value in zip(sums, values, strict=True) if value is not None})
     columns = ", ".join(f"arg_max(struct_pack(v := {name}), time_ns).v" for name in ALLOCATOR)
-    query = f"SELECT host, rank, device, max(time_ns), {columns} {lake_of.format('device_memory')}"
-    for host, rank, device, *values in ask(query):
+    newest = f"FROM {lake.LAKE}.device_memory WHERE {where} GROUP BY ALL"
+    for host, rank, device, *values in ask(f"SELECT host, rank, device, max(time_ns), {columns} {newest}"):
         totals.keep_last((host, rank, device), dict(zip(("time_ns", *ALLOCATOR), values, strict=True)))
     return totals

@@ -38,13 +38,8 @@ from training_harness.records import STREAMS
 _REACH_VIEW = "_reach"
 #: View -> the stream or rollup that it shows, and the suffix that says how.
 _VIEWS = {
-    name + suffix: (name, suffix)
-    for names, suffixes in (
-        ((*STREAMS, *tables.ROLLUPS, "event"), ("", _REACH_VIEW)),
-        (tables.ROLLUPS, (tables.ROW_VIEW, tables.ROLLUP_VIEW)),
-    )
-    for name in names
-    for suffix in suffixes
+    **{f"{name}{end}": (name, end) for name in (*STREAMS, *tables.ROLLUPS, "event") for end in ("", _REACH_VIEW)},
+    **{f"{name}{end}": (name, end) for name in tables.ROLLUPS for end in (tables.ROW_VIEW, tables.ROLLUP_VIEW)},
 }
 #: Names that a query reads from. DuckDB itself tells them only of SQL without parameters.
 _SOURCES = re.compile(r'\b(?:FROM|JOIN) "?(\w+)')

@@ -6,10 +6,12 @@ Each query runs for all GPUs at once, and a figure takes the rows of one.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from collector.store.duck import quote
 from collector.store.queries.lines import LINE_BUCKETS, Lines, rollup_extremes, split_lines
 from collector.store.queries.spans import (
     GRID_BUCKETS,
@@ -256,14 +258,17 @@ def _error_samples(snapshot: Queryable, within: Span) -> str:
     at_errors["process_used_bytes"] = (
         at_errors["used_bytes"] - at_errors["other_used_bytes"] - unlisted_bytes
     ).clip(lower=0)
-    at_errors["host"] = "'" + at_errors["host"].str.replace("'", "''") + "'"
     names = ["host", "device", "time_ns", *COLUMNS["device"]]
-    rows = at_errors[names].astype(object).where(at_errors[names].notna(), "NULL").itertuples(index=False)
-    values = ", ".join(
-        f"({', '.join(str(int(value) if isinstance(value, float) else value) for value in row)})" for row in rows
-    )
-    error = f"(VALUES {values}) AS error({', '.join(names)})"
+    rows = (f"({', '.join(map(_literal, row))})" for row in at_errors[names].itertuples(index=False))
+    error = f"(VALUES {', '.join(rows)}) AS error({', '.join(names)})"
     return f"UNION ALL BY NAME SELECT *, {DRIVER_PID} AS pid, 0 AS n, TRUE AS is_moment FROM {error}"
+
+
+def _literal(value: Any) -> str:
+    """Return a name, a whole number or a missing value of a table as an SQL literal."""
+    if isinstance(value, str):
+        return quote(value)
+    return "NULL" if pd.isna(value) else str(int(value))
 
 
 def _at_own_records(snapshot: Queryable, errors: pd.DataFrame) -> pd.DataFrame:
