@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from collector.errors import TidegaugeError
 from collector.findings import KINDS
@@ -34,6 +34,10 @@ from training_harness.layout import slug
 if TYPE_CHECKING:
     from collector.store import ExportedFile
     from collector.store.prune.home import StoredRun
+
+
+_name = functools.partial(Column, no_wrap=True)
+_number = functools.partial(Column, justify="right", no_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +163,11 @@ def _read_entry(
 def run_table(runs: Iterable[ListEntry]) -> Table:
     """Draw id, name and tags, status, steps, duration and the gravest finding of each run, in the given order."""
     runs = list(runs)
-    table = plain_table(gap=1)
-    table.add_column("run", no_wrap=True)
-    if has_labels := any(map(_label, runs)):
-        table.add_column("name, tags", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("finding", no_wrap=True, overflow="ellipsis")
+    has_labels = any(map(_label, runs))
+    labels = [Column("name, tags", overflow="fold")] if has_labels else []
+    counts = (_number("steps"), _number("took"))
+    gravest = Column("finding", no_wrap=True, overflow="ellipsis")
+    table = plain_table(_name("run"), *labels, _name("status"), *counts, gravest, gap=1)
     for run in runs:
         result = run.result
         steps, length = (number(result.steps), duration(result.duration_seconds)) if result else (MISSING, MISSING)
@@ -185,10 +186,7 @@ def _label(entry: ListEntry) -> str:
 
 def export_table(files: Iterable[ExportedFile]) -> Table:
     """Draw name, rows and size of each file."""
-    table = plain_table()
-    table.add_column("file", no_wrap=True)
-    table.add_column("rows", justify="right", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
+    table = plain_table(_name("file"), _number("rows"), _number("size"))
     for file in files:
         table.add_row(file.name, number(file.rows_count), size(file.size_bytes))
     return table
@@ -196,11 +194,7 @@ def export_table(files: Iterable[ExportedFile]) -> Table:
 
 def prune_table(candidates: Iterable[StoredRun]) -> Table:
     """Draw id, status and size of the runs to delete, and why some stay."""
-    table = plain_table()
-    table.add_column("run", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table = plain_table(_name("run"), _name("status"), _number("size"), Column("", overflow="fold"))
     for stored in candidates:
         fate = f"stays: {stored.keep_reason}" if stored.keep_reason else "goes"
         table.add_row(stored.run.run_id, list_entry(stored.run).status, size(stored.size_bytes), fate)

@@ -46,9 +46,9 @@ class Terminal(Console):
         self.file.write("".join(f"{line}\n" for line in lines[1:]))
 
 
-def plain_table(*headings: str, gap: int = 2) -> Table:
+def plain_table(*columns: str | Column, gap: int = 2) -> Table:
     """Return a table without lines, with blanks between its columns, that `Terminal.print_table` can print."""
-    return Table(*headings, box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+    return Table(*columns, box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
 
 
 def grid(*columns: Column, gap: int = 2, rows: Iterable[Sequence[RenderableType]] = ()) -> Table:

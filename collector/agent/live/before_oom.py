@@ -18,7 +18,7 @@ from typing import Any
 
 from collector.agent.live.alerts import Alerts, command_sender
 from collector.agent.live.limits import Headroom, Level
-from collector.agent.live.snapshot_request import put_request, request_path
+from collector.agent.live.snapshot_request import put_request, request_path, withdraw
 from collector.agent.problems import say
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
@@ -160,9 +160,7 @@ class BeforeOom:
 
     def run_ended(self) -> None:
         """Withdraw the requests."""
-        for path in self._requests:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        withdraw(self._requests)
 
     def close(self) -> None:
         """Wait for the shell command, for a bounded time."""

@@ -34,7 +34,7 @@ class NotebookCard:
         if view is None:
             return
         before, self._last = self._last, (now_seconds, view)
-        speed = None if before is None else (_steps(view) - _steps(before[1])) / (now_seconds - before[0])
+        speed = None if before is None else (view.steps - before[1].steps) / (now_seconds - before[0])
         judged = "No verdict yet: the first one comes after half a minute."
         if view.verdict_seconds is not None:
             judged = f"Verdict of {time.strftime('%H:%M:%S', time.localtime(view.verdict_seconds))}"
@@ -51,7 +51,7 @@ class NotebookCard:
 def values(view: View, steps_per_second: float | None) -> Iterator[tuple[str, str]]:
     """Yield label and value of what the card shows. Pure."""
     ranks = view.totals.sums.values() if view.totals is not None else ()
-    if steps := _steps(view):
+    if steps := view.steps:
         speed = "" if steps_per_second is None else f", {quantity(steps_per_second, 'steps/second')} now"
         yield "steps", f"{steps:,}{speed}"
     step_ns = sum(sums.get("step_ns", 0) for sums in ranks)
@@ -68,7 +68,3 @@ def values(view: View, steps_per_second: float | None) -> Iterator[tuple[str, st
     for (_, _, device), newest in (view.totals.allocator if view.totals is not None else {}).items():
         words = f"{quantity(newest['allocated_bytes'], 'bytes')} in tensors"
         yield f"device {device}", f"{quantity(newest['reserved_bytes'], 'bytes')} reserved, {words}"
-
-
-def _steps(view: View) -> int:
-    return max((sums.get("steps", 0) for sums in view.totals.sums.values()), default=0) if view.totals else 0

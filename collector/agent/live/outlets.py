@@ -21,7 +21,7 @@ from collector.agent.live.limits import Headroom
 from collector.agent.live.line_sampling import LineSampler
 from collector.agent.live.notebook_card import NotebookCard
 from collector.agent.live.prometheus import View
-from collector.agent.live.snapshot_request import put_request, request_path
+from collector.agent.live.snapshot_request import put_request, request_path, withdraw
 from collector.agent.live.trackers import Trackers
 from collector.agent.live.verdicts import LiveVerdicts
 from collector.agent.loader_settings import LoaderSettings
@@ -264,9 +264,7 @@ class Investigator:
     def close(self) -> None:
         """Delete the requests, and make no further ones."""
         self._closed = True
-        for path in self._requests.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        withdraw(self._requests.values())
 
 
 def _addressee(locus: Locus) -> dict[str, Any]:

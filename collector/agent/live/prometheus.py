@@ -124,6 +124,12 @@ class View:
     findings: Sequence[Finding] | None = None
     verdict_seconds: float | None = None
 
+    @property
+    def steps(self) -> int:
+        """The steps of the rank that has most."""
+        ranks = self.totals.sums.values() if self.totals else ()
+        return max((sums.get("steps", 0) for sums in ranks), default=0)
+
 
 def families(view: View) -> list[Metric]:
     """Return the metrics with their samples, in the order of `METRICS`; a missing value has no sample. Pure."""

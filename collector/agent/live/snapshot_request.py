@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,7 @@ def take(
             f"cannot write the request in {path.parent} ({error.strerror}); make it writable"
         ) from None
     finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+        withdraw([path])
     if not answers and not waiting:
         why = "it has ended" if is_over else f"no process began to train in {timeout_seconds:g} s"
         raise TidegaugeError(f"no process of {run.run_id} took the snapshot: {why}; take it while the run trains")
@@ -95,6 +94,13 @@ def put_request(
     body = {"what": what, "steps": steps, "expires_wall_ns": expires_wall_ns, "to": to, **more}
     path.parent.mkdir(mode=0o700, exist_ok=True)
     replace_file(path, json.dumps(body), FOR_TRAINING)
+
+
+def withdraw(paths: Iterable[Path]) -> None:
+    """Delete requests, so that no process answers them any more."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 class _Listener:

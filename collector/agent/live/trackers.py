@@ -173,7 +173,6 @@ def series(view: View, before: View, seconds: float) -> tuple[int, dict[str, flo
     """Return the step that a run has reached, and the values of its series; `before` is its state `seconds` ago."""
     values = dict(_memory(view))
     now, then = (one.totals.sums if one.totals else {} for one in (view, before))
-    steps = max((sums.get("steps", 0) for sums in now.values()), default=0)
     gained = [
         {name: value - then.get(rank, {}).get(name, 0) for name, value in sums.items()}
         for rank, sums in now.items()
@@ -185,7 +184,7 @@ def series(view: View, before: View, seconds: float) -> tuple[int, dict[str, flo
     in_steps = sum(one.get("step_ns", 0) for one in gained if "data_wait_ns" in one)
     if in_steps > 0:
         values["data_wait_ratio"] = sum(one.get("data_wait_ns", 0) for one in gained) / in_steps
-    return steps, values
+    return view.steps, values
 
 
 def _memory(view: View) -> Iterator[tuple[str, float]]:

@@ -209,8 +209,7 @@ class HangWatch:
         idleness = self._idleness
         if idleness and not self._dumps_left and now_ns - idleness.noted_ns < _IDLE_EVERY_SECONDS * 1e9:
             return None
-        stats = [stat for process in alive if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
-        ticks = sum(stat.cpu_ticks for stat in stats)
+        ticks = sum(stat.cpu_ticks for stat in self._stats(alive))
         idleness = self._idleness = idleness or _Idleness(now_ns, ticks, now_ns)
         idleness.note(now_ns, ticks)
         if idleness.is_due(now_ns):
@@ -249,6 +248,10 @@ class HangWatch:
         children = (process for process in sorted(self._helpers_of(alive)) if self._parent_pid(process) in pids)
         return [*mains, *workers, *filter(self._is_python, children)][:_MOST_PROCESSES]
 
+    def _stats(self, processes: Iterable[LocalProcess]) -> list[procfs.Stat]:
+        stats = (procfs.read_stat(self._proc, process.pid) for process in processes)
+        return [stat for stat in stats if stat is not None]
+
     def _parent_pid(self, process: LocalProcess) -> int | None:
         stat = procfs.read_stat(self._proc, process.pid)
         return stat.parent_pid if stat else None
@@ -262,14 +265,9 @@ class HangWatch:
 
     def _helpers(self, alive: frozenset[LocalProcess]) -> dict[str, Any]:
         """Return the CPU time of processes that neither train nor load, and how many of them are runnable."""
-        stats = [
-            stat
-            for process in self._helpers_of(alive)
-            if (stat := procfs.read_stat(self._proc, process.pid)) is not None
-        ]
-        ticks = sum(stat.cpu_ticks for stat in stats)
+        stats = self._stats(self._helpers_of(alive))
         return {
-            "helpers_cpu_seconds": ticks * procfs.NS_PER_TICK / 1e9,
+            "helpers_cpu_seconds": sum(stat.cpu_ticks for stat in stats) * procfs.NS_PER_TICK / 1e9,
             "helpers_runnable_count": sum(stat.is_runnable for stat in stats),
         }
 

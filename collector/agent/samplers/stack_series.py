@@ -8,6 +8,7 @@ main thread of each process had at each moment.
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import linecache
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,19 +151,15 @@ def read_trace(trace: Iterable[Mapping[str, Any]], moments_count: int) -> Series
 def _changes(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int, int, bool, Frames]]:
     """Yield each change of a thread's stack: microseconds, thread, pid, "is the main thread", frames."""
     open_frames: dict[int, list[Frame]] = {}
-    changed: tuple[int, int] | None = None
-    for event in trace:
-        at = event["ts"], event["tid"]
-        if changed is not None and at != changed and (change := _change(open_frames[changed[1]])):
-            yield *changed, *change
-        changed = at
-        frames = open_frames.setdefault(event["tid"], [])
-        if event["ph"] == "B":
-            frames.append(Frame(event["name"], event["args"]["filename"], event["args"]["line"]))
-        elif frames:
-            frames.pop()
-    if changed is not None and (change := _change(open_frames[changed[1]])):
-        yield *changed, *change
+    for (microseconds, thread), events in itertools.groupby(trace, key=itemgetter("ts", "tid")):
+        frames = open_frames.setdefault(thread, [])
+        for event in events:
+            if event["ph"] == "B":
+                frames.append(Frame(event["name"], event["args"]["filename"], event["args"]["line"]))
+            elif frames:
+                frames.pop()
+        if change := _change(frames):
+            yield microseconds, thread, *change
 
 
 def _change(frames: Sequence[Frame]) -> tuple[int, bool, Frames] | None:

@@ -57,23 +57,19 @@ def refresh(home: Path) -> None:
 def _refresh_documents(home: Path) -> None:
     """Write the documents that have changed in the store; those of runs that are not in this home are left out."""
     try:
-        _write_changed_documents(home)
+        changed = {}
+        for (run_id, name), digest in postgres.document_hashes().items():
+            folder = _folder(home, run_id, name)
+            if folder is None or _digest(folder, name) == digest:
+                continue
+            if folder == home or Run(folder).is_shared:  # a local run may have the same id
+                changed[run_id, name] = folder
+        for (run_id, name), text in (postgres.documents(changed) if changed else {}).items():
+            folder = changed[run_id, name]
+            with documents.lock_documents(folder):
+                layout.replace_file(documents.document_path(folder, name), text)
     except (OSError, TidegaugeError) as error:
         _log.warning("tidegauge: notes and results of the shared store are not up to date: %s", error)
-
-
-def _write_changed_documents(home: Path) -> None:
-    changed = {}
-    for (run_id, name), digest in postgres.document_hashes().items():
-        folder = _folder(home, run_id, name)
-        if folder is None or _digest(folder, name) == digest:
-            continue
-        if folder == home or Run(folder).is_shared:  # a local run may have the same id
-            changed[run_id, name] = folder
-    if changed:
-        for key, text in postgres.documents(changed).items():
-            with documents.lock_documents(changed[key]):
-                layout.replace_file(documents.document_path(changed[key], key[1]), text)
 
 
 def _folder(home: Path, run_id: str, name: str) -> Path | None:

@@ -91,7 +91,7 @@ class Counts:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._totals = Totals()
         self._offsets: dict[str, int] = {}
         self.has_begun = False
@@ -109,20 +109,17 @@ class Counts:
             TidegaugeError: the journals cannot be listed.
         """
         with self._lock:
-            self._catch_up()
+            self.catch_up()
             return self._totals.copy()
 
     def catch_up(self) -> None:
         """Count what the journals have now: some of them are about to be deleted."""
         with self._lock:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        for path in segments.list_segments(self._run):
-            stream = segments.table_of(path.name)
-            if stream in SUMS or stream == _DEVICE_MEMORY:
-                with suppress(segments.JournalError):
-                    self._add_records(path)
+            for path in segments.list_segments(self._run):
+                stream = segments.table_of(path.name)
+                if stream in SUMS or stream == _DEVICE_MEMORY:
+                    with suppress(segments.JournalError):
+                        self._add_records(path)
 
     def _add_records(self, path: Path) -> None:
         begin, size = self._offsets.get(path.name, 0), segments.size_bytes(path)

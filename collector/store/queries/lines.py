@@ -54,7 +54,7 @@ def lines(
         f"SELECT {', '.join(parts)}{', series' if series else ''} FROM (SELECT time_ns{expressions} "
         f"FROM {source} WHERE {IN_TIME} AND ({where})) "
         f"GROUP BY {'series, ' if series else ''}(time_ns - $from_ns) // {width_ns(within, buckets)}",
-        within.params if "$rank" in where else within.bounds,
+        within.bounds,
     )
     if not series:
         table["series"] = ""

@@ -51,6 +51,14 @@ class Run:
             raise TidegaugeError(f"cannot read the manifest of run {self.run_id}: {error}") from None
 
     @property
+    def _readable_manifest(self) -> dict[str, Any]:
+        """The manifest; empty if it cannot be read."""
+        try:
+            return self.manifest
+        except TidegaugeError:
+            return {}
+
+    @property
     def annotation(self) -> Annotation:
         """The notes of people on the run, read from the file each time."""
         return annotation_of(documents.read_document(self.path, documents.ANNOTATION))
@@ -58,10 +66,7 @@ class Run:
     @property
     def recorded_tags(self) -> dict[str, str]:
         """The tags that the run was started with; none if the manifest cannot be read."""
-        try:
-            return tags_of(self.manifest)
-        except TidegaugeError:
-            return {}
+        return tags_of(self._readable_manifest)
 
     @property
     def name(self) -> str:
@@ -103,18 +108,12 @@ class Run:
     @property
     def is_mirror(self) -> bool:
         """True if this node has no part in the run; False if the manifest cannot be read."""
-        try:
-            return bool(self.manifest.get(layout.MIRROR))
-        except TidegaugeError:
-            return False
+        return bool(self._readable_manifest.get(layout.MIRROR))
 
     @property
     def is_shared(self) -> bool:
         """True if the lake is in the shared store; False if the manifest cannot be read."""
-        try:
-            return bool(self.manifest.get("store") == "shared")
-        except TidegaugeError:
-            return False
+        return bool(self._readable_manifest.get("store") == "shared")
 
     @property
     def has_ended_everywhere(self) -> bool:

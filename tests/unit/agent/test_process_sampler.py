@@ -22,6 +22,15 @@ from training_harness.records import (
 SECOND_NS = 1_000_000_000
 COLLECTOR = LocalProcess(50, 1)
 COMMAND = LocalProcess(100, 7)
+EPOCH_START = {
+    "kind": "epoch-start",
+    "host": "here",
+    **COMMAND._asdict(),
+    "rank": 0,
+    "time_ns": SECOND_NS,
+    "loader": 4,
+    "worker_pids": [300],
+}
 
 STATUS = """Name:\tx
 VmRSS:\t    {rss} kB
@@ -231,9 +240,7 @@ def test_pid_reused_by_another_child_is_two_processes(proc, sampler):
 def test_a_worker_that_is_no_descendant_is_followed_by_its_reported_pid(proc, roster, sampler):
     proc.put(100, parent=50)
     proc.put(300, parent=1)
-    roster.learn(
-        {"kind": "epoch-start", "host": "here", "rank": 0, "time_ns": SECOND_NS, "loader": 4, "worker_pids": [300]}
-    )
+    roster.learn(EPOCH_START)
 
     sample = sampled(sampler)[300]
 
@@ -242,9 +249,7 @@ def test_a_worker_that_is_no_descendant_is_followed_by_its_reported_pid(proc, ro
 
 def test_a_worker_keeps_its_role_in_its_last_record(proc, roster, sampler):
     proc.put(300, parent=1)
-    roster.learn(
-        {"kind": "epoch-start", "host": "here", "rank": 0, "time_ns": SECOND_NS, "loader": 4, "worker_pids": [300]}
-    )
+    roster.learn(EPOCH_START)
     sampled(sampler)
     proc.remove(300)
 
@@ -254,9 +259,7 @@ def test_a_worker_keeps_its_role_in_its_last_record(proc, roster, sampler):
 def test_worker_that_outlives_its_parent_is_not_charged_with_the_pages_that_they_shared(proc, roster, sampler):
     proc.put(100, parent=50)
     proc.put(300, parent=100)
-    roster.learn(
-        {"kind": "epoch-start", "host": "here", "rank": 0, "time_ns": SECOND_NS, "loader": 4, "worker_pids": [300]}
-    )
+    roster.learn(EPOCH_START)
     sampler.reads_all = True
     assert "pss_bytes" in sampled(sampler)[300]
 
