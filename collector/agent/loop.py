@@ -261,11 +261,7 @@ class Agent:
         with self._problems.guard("events"):
             for event in self._event_tail.read():
                 with self._problems.guard("events"):
-                    self._roles.learn(event)
-                    self._hangs.note_event(event)
-                    outlets = self._open_outlets() if event["kind"] in _REQUESTS else self._outlets
-                    if outlets is not None:
-                        outlets.note_event(event)
+                    self._note_event(event)
         host: Sample = {}
         self._verdict_bytes = self._verdict_anon_bytes()
         with self._problems.guard("host"):
@@ -277,24 +273,37 @@ class Agent:
                 self._limit = limit
                 self._events.append("memory-limit", **limit._asdict())
         with self._problems.guard("processes"):
-            roots = [self._command] if self._command else []
-            spent_ns = time.thread_time_ns() - self._processes.budget.spent_ns
-            samples = self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes(host))
-            self._write("process", now_ns, samples)
-            if self._early is not None and self._ticked_ns is not None:  # the first tick reads the whole machine
-                self._early.charge(time.thread_time_ns() - self._processes.budget.spent_ns - spent_ns)
+            self._sample_processes(now_ns, headroom_bytes(host))
             for fields in self._programs.update(self._processes.alive - {*self._roles}):
                 self._events.append("process-seen", **fields)
         with self._problems.guard("flight recorder"):
             self._dumps.note(self._roles.mains())
         with self._problems.guard("devices"):
-            pids = frozenset(key.pid for key in self._processes.alive)
-            # The driver may still hold memory of a process that has just ended.
-            sampled = pids | self._pids_before
-            # PyTorch's records are compared with these: a busy machine may be late in the tick.
-            read_ns = time.monotonic_ns()
-            self._write("device", read_ns, self._devices.sample(sampled, self._roles.recording_pids))
-            self._pids_before = pids
+            self._sample_devices()
+
+    def _note_event(self, event: dict[str, Any]) -> None:
+        self._roles.learn(event)
+        self._hangs.note_event(event)
+        outlets = self._open_outlets() if event["kind"] in _REQUESTS else self._outlets
+        if outlets is not None:
+            outlets.note_event(event)
+
+    def _sample_processes(self, now_ns: int, headroom_bytes: float | None) -> None:
+        roots = [self._command] if self._command else []
+        begin_ns, smaps_before_ns = time.thread_time_ns(), self._processes.budget.spent_ns
+        self._write("process", now_ns, self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes))
+        if self._early is not None and self._ticked_ns is not None:  # the first tick reads the whole machine
+            smaps_ns = self._processes.budget.spent_ns - smaps_before_ns
+            self._early.charge(time.thread_time_ns() - begin_ns - smaps_ns)
+
+    def _sample_devices(self) -> None:
+        pids = frozenset(key.pid for key in self._processes.alive)
+        # The driver may still hold memory of a process that has just ended.
+        sampled = pids | self._pids_before
+        # PyTorch's records are compared with these: a busy machine may be late in the tick.
+        read_ns = time.monotonic_ns()
+        self._write("device", read_ns, self._devices.sample(sampled, self._roles.recording_pids))
+        self._pids_before = pids
 
     def _verdict_anon_bytes(self) -> int:
         verdict_bytes = (self._outlets.verdict_anon_bytes or 0) if self._outlets is not None else 0

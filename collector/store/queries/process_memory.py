@@ -309,17 +309,18 @@ def _sum_by_role(table: pd.DataFrame, width: int) -> pd.DataFrame:
     count = 0 if table.empty else int(table["bucket"].max()) + 1
     rows = table.groupby("process")
     ends = rows["bucket"].max() + np.where(rows["alive"].min() == 0, 0, CARRY_NS // width + 1)
-    # smaps are read later than the rest: a process was there before its first value.
     measured = table.dropna(subset="v")
     starts = _starts(rows, measured, width)
+    # A value counts from its own bucket on, or from the first start of a process since the value before it. The
+    # first value counts from the start of its process: smaps are read later than the rest.
     before = measured.groupby("process")["at_ns"].shift()
-    places = np.searchsorted(starts["first_ns"], before.fillna(-1), side="right")
-    next_start = np.append(starts["bucket"], count)[places]
-    begins = (
-        measured["bucket"].clip(upper=next_start).where(before.notna(), measured["process"].map(starts["bucket"]))
-    )
-    at_least = measured["process"].map(ends).clip(lower=measured["bucket"] + 1)
-    stops = begins.groupby(measured["process"]).shift(-1).fillna(at_least).clip(upper=count)
+    starts_before = np.searchsorted(starts["first_ns"], before.fillna(-1), side="right")
+    next_start = np.append(starts["bucket"], count)[starts_before]
+    own_start = measured["process"].map(starts["bucket"])
+    begins = measured["bucket"].clip(upper=next_start).where(before.notna(), own_start)
+    # It counts until the next value begins, and the last one until the process ends.
+    end = measured["process"].map(ends).clip(lower=measured["bucket"] + 1)
+    stops = begins.groupby(measured["process"]).shift(-1).fillna(end).clip(upper=count)
     totals = {}
     for role, rows_of_role in measured.groupby("role"):
         increase, decrease = (
@@ -327,6 +328,5 @@ def _sum_by_role(table: pd.DataFrame, width: int) -> pd.DataFrame:
             for buckets in (begins, stops)
         )
         totals[ROLES[int(str(role))]] = (increase - decrease).cumsum()[:count]
-    return pd.DataFrame({role: totals[role] for role in ROLES if role in totals}, range(count)).iloc[
-        np.unique(table["bucket"])
-    ]
+    every_bucket = pd.DataFrame({role: totals[role] for role in ROLES if role in totals}, range(count))
+    return every_bucket.iloc[np.unique(table["bucket"])]
