@@ -156,6 +156,6 @@ def _is_abandoned(run: Run, manifest: Mapping[str, Any]) -> bool:
 
 def _version(run: Run) -> tuple[Any, ...]:
     """Return a value that changes with the files of a finished run, whose verdict is then out of date."""
-    known = report.known_files(report.home_of(run))
+    known = report.known_files(run.home)
     files = (run.path / "run.json", run.path / "lake.sqlite", run.journal_dir, run.events_dir, *known)
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

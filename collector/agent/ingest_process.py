@@ -115,7 +115,9 @@ class IngestProcess:
     def anon_bytes(self) -> int:
         """Anonymous memory of the process; 0 while there is none."""
         child = self._child
-        return procfs.anon_bytes("/proc", child.pid) or 0 if child is not None and child.returncode is None else 0
+        return (
+            procfs.anon_bytes(procfs.PROC, child.pid) or 0 if child is not None and child.returncode is None else 0
+        )
 
     def _ask(self, request: str) -> Any:
         if self._is_here:

@@ -37,7 +37,6 @@ ORPHANS_SECONDS = 1.0
 _ORPHANS_POLL_SECONDS = 0.05
 #: Seconds that a tick, and the end of a run, wait for dumps of the Flight Recorder.
 _DUMPS_SECONDS, _LAST_DUMPS_SECONDS = 0.5, 3.0
-_PROC = "/proc"
 #: Events of a training that asks for live output.
 _REQUESTS = ("risk-listener", "setting-asked")
 
@@ -85,7 +84,7 @@ class Agent:
             for name, stream in STREAMS.items()
         }
         self._event_tail = EventTail(run.events_dir, identity.host)
-        self._roles = ProcessRoles(identity.host, partial(procfs.start_ticks, _PROC))
+        self._roles = ProcessRoles(identity.host, partial(procfs.start_ticks, procfs.PROC))
         now_ns = time.monotonic_ns()
         self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
         self._early: EarlySampler | None = EarlySampler(now_ns)
@@ -244,7 +243,7 @@ class Agent:
     def _record_left_running(self) -> None:
         processes: list[dict[str, Any]] = []
         for key in self._left_running():
-            program = read_program(_PROC, key.pid)
+            program = read_program(procfs.PROC, key.pid)
             argv, is_python = (program.argv, program.is_python) if program else ((), False)
             processes.append(
                 {"pid": key.pid, "start_ticks": key.start_ticks, "argv": list(argv), "is_python": is_python}
@@ -310,7 +309,7 @@ class Agent:
         return self._feed.anon_bytes + verdict_bytes
 
     def _collector_sample(self, now_ns: int) -> Sample:
-        status = procfs.read_status(_PROC, self.key.pid)
+        status = procfs.read_status(procfs.PROC, self.key.pid)
         ingest = self._feed.last
         lost_count = sum(writer.lost_count for writer in self._writers.values())
         return {

@@ -61,14 +61,14 @@ class RecorderDumps:
             if process in self._noted:
                 continue
             self._noted.add(process)
-            environ = read_environ("/proc", process.pid)
+            environ = read_environ(procfs.PROC, process.pid)
             if environ is not None:
                 self._learn(process, environ)
 
     def _learn(self, process: LocalProcess, environ: Mapping[str, str]) -> None:
         try:
-            directory = os.readlink(f"/proc/{process.pid}/cwd")
-            owner = os.stat(f"/proc/{process.pid}").st_uid
+            directory = os.readlink(f"{procfs.PROC}/{process.pid}/cwd")
+            owner = os.stat(f"{procfs.PROC}/{process.pid}").st_uid
         except OSError:
             return
         age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - process.start_ticks * procfs.NS_PER_TICK

@@ -18,8 +18,6 @@ from training_harness import layout
 if TYPE_CHECKING:
     from collector.agent.live.outlets import Outlets
 
-_PROC = "/proc"
-
 
 def watch(
     pid: int,
@@ -40,7 +38,7 @@ def watch(
     """
     check_interval(interval_seconds)
     # /proc/ID exists for a thread too, but is not listed.
-    stat = procfs.read_stat(_PROC, pid) if pid in procfs.pids(_PROC) else None
+    stat = procfs.read_stat(procfs.PROC, pid) if pid in procfs.pids(procfs.PROC) else None
     if stat is None or stat.has_ended:
         raise TidegaugeError(f"no process {pid} runs here; `pgrep -f train.py` prints the pid of a running script")
     try:
@@ -59,7 +57,7 @@ def watch(
 
 
 def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str] | None) -> Run:
-    argv = [word for word in procfs.read_command_line(_PROC, key.pid) if word] or [str(key.pid)]
+    argv = [word for word in procfs.read_command_line(procfs.PROC, key.pid) if word] or [str(key.pid)]
     run = Run(layout.create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
     # `create_run` has recorded these of this process; those of the watched one are unknown.
     unknown: dict[str, object] = {"cwd": None, "environment": {}, "slurm": {}, "python": None, "git_commit": None}

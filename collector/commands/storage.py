@@ -73,7 +73,7 @@ def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Pa
     It stays visible as information, with the reason, but leads no verdict and sends no alert. KIND is a kind of
     finding that RUN has.
     """
-    from collector.report.known import change_known, command_of, home_of, known_findings
+    from collector.report.known import change_known, command_of, known_findings
 
     run = store.find_run(home, spec)
     command = command_of(run.manifest)
@@ -83,7 +83,7 @@ def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Pa
         change_known(run, _identities(run, kind), reason)
     elif reason or stop:
         raise TidegaugeError("no KIND was given: name a finding of the run, such as workers-too-slow")
-    rows = {one: why for (of, one), why in known_findings(home_of(run)).items() if of == command}
+    rows = {one: why for (of, one), why in known_findings(run.home).items() if of == command}
     click.echo(one_line(f"known in runs of {command.text}:{'' if rows else ' nothing'}"))
     for one, why in sorted(rows.items()):
         click.echo(f"  {one_line(f'{one}: {why}')}")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         trend_unit,
     )
     from collector.report.html import finding_box, inline
-    from collector.report.known import Command, change_known, home_of, known_files, with_known
+    from collector.report.known import Command, change_known, known_files, with_known
     from collector.report.listing import ListEntry, list_entry
     from collector.report.stack_listing import frame_text, heading
     from collector.report.wording import (
@@ -69,7 +69,7 @@ _NAMES = {
     "history": "FindingHistory History LevelChange TRENDS Trend change_sentences commands_of commit_words "
     "finding_histories history_of level_changes place_words trend_points trend_unit",
     "html": "finding_box inline",
-    "known": "Command change_known home_of known_files with_known",
+    "known": "Command change_known known_files with_known",
     "listing": "ListEntry list_entry",
     "stack_listing": "frame_text heading",
     "wording": "ago check_words context decisive earlier_workers eta evidence_rows exit_record finding_heading "

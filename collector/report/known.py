@@ -89,12 +89,7 @@ def change_known(run: Run, identities: Iterable[Identity], reason: str | None) -
         return {"schema": SCHEMA, "findings": [*kept, *added]}
 
     name = SHARED_KNOWN_FINDINGS if run.is_shared else KNOWN_FINDINGS
-    change_document(home_of(run), name, change, "" if run.is_shared else None)
-
-
-def home_of(run: Run) -> Path:
-    """Return the home of a run."""
-    return run.path.parent.parent
+    change_document(run.home, name, change, "" if run.is_shared else None)
 
 
 def known_files(home: Path) -> list[Path]:
@@ -104,7 +99,7 @@ def known_files(home: Path) -> list[Path]:
 
 def with_known(verdict: Verdict, run: Run) -> Verdict:
     """Return the verdict with the known findings of the run's command as information, after the others of it."""
-    known = known_findings(home_of(run))
+    known = known_findings(run.home)
     if not known:
         return verdict
     command = command_of(run.manifest)

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from collector.errors import TidegaugeError
 from collector.findings import KINDS
-from collector.report.known import Command, Known, command_of, home_of, known_files, known_findings
+from collector.report.known import Command, Known, command_of, known_files, known_findings
 from collector.report.results import RESULT_FIGURES, Result, result_from
 from collector.report.terminal import plain_table
 from collector.store import (
@@ -83,7 +83,7 @@ class ListEntry:
 def list_entry(run: Run) -> ListEntry:
     """Return the entry of a run in a list; its files are read again only if they have changed."""
     files = [run.path / layout.MANIFEST, *(document_path(run.path, name) for name in (ANNOTATION, RESULT))]
-    known_versions = tuple(map(_version, known_files(home_of(run))))
+    known_versions = tuple(map(_version, known_files(run.home)))
     entry, has_ended = _read_entry(run, tuple(map(_version, files)), known_versions)
     return entry if has_ended else replace(entry, status=_status_without_result(run))
 
@@ -138,7 +138,7 @@ def _read_entry(
         return ListEntry(run_id=run.run_id, status=result.status if result else "damaged", result=result), True
     annotation, command = run.annotation, command_of(manifest)
     if result is not None:
-        known = _read_known(home_of(run), known_versions)
+        known = _read_known(run.home, known_versions)
         reasons = [known.get((command, finding.identity)) for finding in result.findings]
         marked = [replace(each, known=reason) for each, reason in zip(result.findings, reasons, strict=True)]
         result = replace(result, findings=tuple(marked))

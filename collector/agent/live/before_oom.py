@@ -139,7 +139,7 @@ class BeforeOom:
         """Send the signal, once, to a process that handles it; return whether it was sent now."""
         if (key, process) in self._reached or not process.is_alive():
             return False
-        if not procfs.handles_signal("/proc", process.pid, number):
+        if not procfs.handles_signal(procfs.PROC, process.pid, number):
             if (key, None) not in self._reached:
                 why = f"{number.name} would end process {process.pid}, which has no handler for it"
                 say(f"{_OPTION}: {why}: not sent")

@@ -99,6 +99,6 @@ def _send(process: LocalProcess, number: int) -> None:
 def _living(locus: Locus) -> Iterator[LocalProcess]:
     """Yield the process of a finding if it lives on this host."""
     pid = locus.pid if locus.host == socket.gethostname() else None
-    ticks = None if pid is None else procfs.start_ticks("/proc", pid)
+    ticks = None if pid is None else procfs.start_ticks(procfs.PROC, pid)
     if pid is not None and ticks is not None:
         yield LocalProcess(pid, ticks)

@@ -103,7 +103,7 @@ class LiveVerdicts:
     def anon_bytes(self) -> int | None:
         """Anonymous memory of the process that is making a verdict; None without one."""
         child = self._child
-        return procfs.anon_bytes("/proc", child.pid) if child is not None and child.returncode is None else None
+        return procfs.anon_bytes(procfs.PROC, child.pid) if child is not None and child.returncode is None else None
 
     def close(self) -> None:
         """Kill a verdict that is being made: the one at the end of the run is more complete."""
@@ -147,7 +147,7 @@ class LiveVerdicts:
             output = child.stdout.read()
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        stat = procfs.read_stat("/proc", child.pid)  # Its times stay until `child.wait`.
+        stat = procfs.read_stat(procfs.PROC, child.pid)  # Its times stay until `child.wait`.
         child.wait()
         timer.cancel()
         cost_ns = stat.cpu_ticks * procfs.NS_PER_TICK if stat else 0

@@ -143,7 +143,7 @@ class HangWatch:
         host: str,
         roles: ProcessRoles,
         *,
-        proc: str = "/proc",
+        proc: str = procfs.PROC,
         read: Callable[[int, Locus, str], Any] = read_stacks,
     ) -> None:
         self._journal_dir = journal_dir

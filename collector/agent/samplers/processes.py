@@ -134,7 +134,7 @@ class ProcessSampler:
         *,
         child: LocalProcess | None = None,
         now_ns: int,
-        proc: str = "/proc",
+        proc: str = procfs.PROC,
     ) -> None:
         self.budget = Budget(now_ns)
         self.alive: frozenset[LocalProcess] = frozenset()
@@ -295,7 +295,7 @@ class EarlySampler:
         proc: root of the proc file system.
     """
 
-    def __init__(self, now_ns: int, proc: str = "/proc") -> None:
+    def __init__(self, now_ns: int, proc: str = procfs.PROC) -> None:
         self._end_ns = now_ns + EARLY_NS
         self._budget = Budget(now_ns, _EARLY_BUDGET_RATIO)
         self._proc = proc

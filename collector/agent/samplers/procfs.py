@@ -22,7 +22,7 @@ _ENDED_STATES = frozenset(b"ZXx")
 #: PF_EXITING (include/linux/sched.h): the process has begun to release its memory and control groups.
 _EXITING = 0x4
 #: The kernel's own tree. A test's tree is on a file system whose directories have a size in bytes.
-_KERNEL_PROC = "/proc"
+PROC = "/proc"
 #: Upper bound on the length of a field's number with the blanks around it.
 _NUMBER_BYTES = 48
 _CORES = re.compile(rb"\nCpus_allowed:\s*([0-9a-f,]+)")
@@ -42,7 +42,7 @@ class LocalProcess(NamedTuple):
 
     def is_alive(self) -> bool:
         """Return whether it has not ended."""
-        return start_ticks("/proc", self.pid) == self.start_ticks
+        return start_ticks(PROC, self.pid) == self.start_ticks
 
 
 class Stat(NamedTuple):
@@ -231,7 +231,7 @@ def count_fds(proc: str, pid: int) -> int | None:
     """
     directory = f"{proc}/{pid}/fd"
     try:
-        count = os.stat(directory).st_size if proc == _KERNEL_PROC else 0
+        count = os.stat(directory).st_size if proc == PROC else 0
         return count or len(os.listdir(directory))
     except OSError:
         return None

@@ -133,8 +133,8 @@ def find_left_running(run_dir: str, since_ticks: int) -> list[LocalProcess]:
     """Find the living processes of a run, none older than its command, whatever their parent is now."""
     variable = b"\0" + os.fsencode(f"{RUN_DIR_VARIABLE}={run_dir}") + b"\0"
     keys = []
-    for pid in procfs.pids("/proc") - {os.getpid()}:
-        stat = procfs.read_stat("/proc", pid)
+    for pid in procfs.pids(procfs.PROC) - {os.getpid()}:
+        stat = procfs.read_stat(procfs.PROC, pid)
         if stat is None or stat.has_ended or stat.start_ticks < since_ticks:
             continue
         if variable in b"\0" + (procfs.read_file(f"/proc/{pid}/environ") or b"") + b"\0":
@@ -165,10 +165,10 @@ class ProgramLog:
         return [fields for key in due for fields in self._describe(key, is_first=self._ticks[key] == first)]
 
     def _describe(self, key: LocalProcess, *, is_first: bool) -> list[dict[str, object]]:
-        program = read_program("/proc", key.pid, self._run_dir) if self._events_count < self.AT_MOST else None
+        program = read_program(procfs.PROC, key.pid, self._run_dir) if self._events_count < self.AT_MOST else None
         if program is None:
             return []
-        imports_torch = program.is_python and has_torch("/proc", key.pid)
+        imports_torch = program.is_python and has_torch(procfs.PROC, key.pid)
         if imports_torch or not program.is_python:
             self._done.add(key)
         if not is_first and not imports_torch:

@@ -54,12 +54,12 @@ def living(run: Run) -> dict[LocalProcess, Locus]:
     if not of_this_boot(run):
         return {}
     host = socket.gethostname()
-    roles = ProcessRoles(host, lambda pid: procfs.start_ticks("/proc", pid))
+    roles = ProcessRoles(host, lambda pid: procfs.start_ticks(procfs.PROC, pid))
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
     named = {*roles} | ({LocalProcess.of(command)} if command else set())
-    alive, _ = ProcessTree("/proc", collector["pid"] if collector else 0).update(named)
+    alive, _ = ProcessTree(procfs.PROC, collector["pid"] if collector else 0).update(named)
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
 
 
@@ -68,7 +68,7 @@ def locus(process: LocalProcess, role: Role) -> Locus:
     return Locus(role=ROLES[role.role], rank=role.rank, loader=role.loader, worker=role.worker, pid=process.pid)
 
 
-def read_stacks(pid: int, locus: Locus, proc: str = "/proc", *, native: bool = False) -> list[Stack]:
+def read_stacks(pid: int, locus: Locus, proc: str = procfs.PROC, *, native: bool = False) -> list[Stack]:
     """Return the stacks of a process's Python threads; takes some 20 ms and does not pause the process.
 
     With `native`, frames of C and C++ are among them; this takes seconds, and pauses the process for a part of one.

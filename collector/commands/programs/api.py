@@ -61,13 +61,12 @@ def _list(home: Path, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _report(home: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     from collector.report.html import verdict_card
-    from collector.report.known import home_of
 
     run = _find(home, wanted)
     verdict = judge(run)
     return {
         **as_report(run, verdict),
-        "text": card_text(run, verdict, home=home_of(run), verbose=False),
+        "text": card_text(run, verdict, home=run.home, verbose=False),
         "html": verdict_card(verdict, run_id=run.run_id, name=run.name),
     }
 

@@ -100,7 +100,7 @@ def take_part(run: Run) -> None:
         _write(run.path, merge_manifests(parts))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TidegaugeError(f"cannot note the other nodes of run {run.run_id}: {error}") from None
-    _refresh_documents(run.path.parent.parent)  # a verdict needs to know the findings that are known
+    _refresh_documents(run.home)  # a verdict needs to know the findings that are known
 
 
 def is_first(run: Run) -> bool:

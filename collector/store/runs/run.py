@@ -37,6 +37,11 @@ class Run:
         return self.path.name
 
     @property
+    def home(self) -> Path:
+        """The home that the run is in."""
+        return self.path.parent.parent
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The manifest, read from the file each time.
 
