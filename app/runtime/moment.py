@@ -352,15 +352,16 @@ def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
     findings = needs_attention(moment.all_findings)
     has_gpu = any(finding.locus.device is not None for finding in findings)
     names = _gpu_names(moment) if has_gpu else {}
-    first: dict[str, Finding] = {}
+    first: dict[str, tuple[int, Finding]] = {}
     for finding in findings:
-        step = finding.since_step
-        elsewhere = None not in (moment.span.rank, finding.locus.rank) and moment.span.rank != finding.locus.rank
-        if finding.locus.device is not None and gpu:
-            elsewhere |= names.get((finding.locus.host, finding.locus.device)) != gpu
-        if step is not None and not elsewhere and step <= (first.get(finding.kind, finding).since_step or 0):
-            first[finding.kind] = finding
-    chosen = list(first.values())[:MAX_FINDINGS]
+        where, step = finding.locus, finding.since_step
+        is_of_other_rank = None not in (moment.span.rank, where.rank) and moment.span.rank != where.rank
+        is_of_other_gpu = bool(gpu) and where.device is not None and names.get((where.host, where.device)) != gpu
+        if step is None or is_of_other_rank or is_of_other_gpu:
+            continue
+        if finding.kind not in first or step <= first[finding.kind][0]:
+            first[finding.kind] = step, finding
+    chosen = [finding for _, finding in first.values()][:MAX_FINDINGS]
     marks = []
     for finding, at in zip(chosen, _since_seconds(chosen, moment), strict=True):
         device = finding.locus.device if len(names) > 1 and not gpu else None

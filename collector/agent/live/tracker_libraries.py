@@ -20,7 +20,7 @@ from training_harness.redaction import redact_text
 
 #: Seconds between two points of a series.
 EVERY_SECONDS = 10.0
-_PREFIX = "tidegauge"
+PREFIX = "tidegauge"
 _PROJECT = "tidegauge"
 #: Characters of a tag of MLflow at most (mlflow/utils/validation.py, MAX_TAG_VAL_LENGTH is larger).
 _TAG_CHARACTERS = 4000
@@ -33,7 +33,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to series."""
+        """Add a point to series; their names begin with `PREFIX`."""
 
     @abstractmethod
     def note(self, finding: Finding) -> None:
@@ -57,7 +57,7 @@ class _Wandb(Tracker):
         self._wandb.setup(settings=self._wandb.Settings(silent=True))
         settings: dict[str, Any] = {"silent": True, "console": "off", "x_disable_stats": True}
         if joined and os.environ.get("WANDB_MODE", "online") == "online":
-            settings |= {"mode": "shared", "x_primary": False, "x_label": _PREFIX}
+            settings |= {"mode": "shared", "x_primary": False, "x_label": PREFIX}
         self._run = self._wandb.init(
             id=joined,
             name=None if joined else name,
@@ -66,17 +66,15 @@ class _Wandb(Tracker):
             config={"tidegauge_run": run.run_id},
             settings=self._wandb.Settings(**settings),
         )
-        self._name = f"{_PREFIX}-{run.run_id}"
+        self._name = f"{PREFIX}-{run.run_id}"
         self.address = str(self._run.url or Path(self._run.dir).parent)  # offline it is a folder
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({f"{_PREFIX}/{name}": value for name, value in values.items()} | {f"{_PREFIX}/step": step})
+        self._run.log({**values, f"{PREFIX}/step": step})
 
     def note(self, finding: Finding) -> None:
-        levels = self._wandb.AlertLevel
-        level = levels.ERROR if finding.severity == "critical" else levels.WARN
-        self._run.alert(title=finding.kind, text=finding.summary, level=level)
-        self._run.summary[f"{_PREFIX}/{finding.kind}"] = finding.summary
+        _alert(self._run, self._wandb.AlertLevel, finding)
+        self._run.summary[f"{PREFIX}/{finding.kind}"] = finding.summary
 
     def attach_report(self, path: Path) -> None:
         artifact = self._wandb.Artifact(self._name, type="report")
@@ -85,6 +83,12 @@ class _Wandb(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _alert(run: Any, levels: Any, finding: Finding) -> None:
+    """Send an alert with a run of W&B or trackio, whose calls are alike."""
+    level = levels.ERROR if finding.severity == "critical" else levels.WARN
+    run.alert(title=finding.kind, text=finding.summary, level=level)
 
 
 class _Mlflow(Tracker):
@@ -99,7 +103,7 @@ class _Mlflow(Tracker):
             self._client.get_run(joined) if joined else self._client.create_run(self._experiment(), run_name=name)
         )
         self._id = found.info.run_id
-        self._client.set_tag(self._id, f"{_PREFIX}.run", run.run_id)
+        self._client.set_tag(self._id, f"{PREFIX}.run", run.run_id)
         uri = redact_text(self._mlflow.get_tracking_uri())
         page = f"{uri}/#/experiments/{found.info.experiment_id}/runs/{self._id}"
         self.address = page if uri.startswith(("http://", "https://")) else f"run {self._id}"
@@ -112,12 +116,12 @@ class _Mlflow(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 1_000_000
         make = self._mlflow.entities.Metric
-        metrics = [make(f"{_PREFIX}/{name}", value, now_ms, step) for name, value in values.items()]
+        metrics = [make(name, value, now_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def note(self, finding: Finding) -> None:
         text = f"{finding.severity}: {finding.summary}"
-        self._client.set_tag(self._id, f"{_PREFIX}.{finding.kind}", text[:_TAG_CHARACTERS])
+        self._client.set_tag(self._id, f"{PREFIX}.{finding.kind}", text[:_TAG_CHARACTERS])
 
     def attach_report(self, path: Path) -> None:
         self._client.log_artifact(self._id, str(path))
@@ -137,7 +141,7 @@ class _Tensorboard(Tracker):
         self._summary: Any = importlib.import_module(f"{proto}.summary_pb2")
         self._tensor: Any = importlib.import_module(f"{proto}.tensor_pb2").TensorProto
         self.address = os.environ.get("TENSORBOARD_DIR") or str(run.path / "tensorboard")
-        self._writer = writers.EventFileWriter(self.address, filename_suffix=f".{_PREFIX}")
+        self._writer = writers.EventFileWriter(self.address, filename_suffix=f".{PREFIX}")
         self._step = 0
         self._add_text("run", run.run_id)
 
@@ -145,7 +149,7 @@ class _Tensorboard(Tracker):
         data = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         text = self._tensor(dtype="DT_STRING", string_val=[words.encode()])
         value = self._summary.Summary.Value(
-            tag=f"{_PREFIX}/{name}", metadata=self._summary.SummaryMetadata(plugin_data=data), tensor=text
+            tag=f"{PREFIX}/{name}", metadata=self._summary.SummaryMetadata(plugin_data=data), tensor=text
         )
         self._add(self._step, value)
 
@@ -155,7 +159,7 @@ class _Tensorboard(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         make, self._step = self._summary.Summary.Value, step
-        self._add(step, *(make(tag=f"{_PREFIX}/{name}", simple_value=value) for name, value in values.items()))
+        self._add(step, *(make(tag=name, simple_value=value) for name, value in values.items()))
         self._writer.flush()
 
     def note(self, finding: Finding) -> None:
@@ -173,7 +177,7 @@ class _Trackio(Tracker):
         self._trackio = trackio
         project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
         self.address = f"{project}/{name}"
-        self._name = f"{_PREFIX}-{run.run_id}"
+        self._name = f"{PREFIX}-{run.run_id}"
         self._run = trackio.init(
             project=project,
             name=name,
@@ -183,12 +187,10 @@ class _Trackio(Tracker):
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({f"{_PREFIX}/{name}": value for name, value in values.items()}, step=step)
+        self._run.log(dict(values), step=step)
 
     def note(self, finding: Finding) -> None:
-        levels = self._trackio.AlertLevel
-        level = levels.ERROR if finding.severity == "critical" else levels.WARN
-        self._run.alert(title=finding.kind, text=finding.summary, level=level)
+        _alert(self._run, self._trackio.AlertLevel, finding)
 
     def attach_report(self, path: Path) -> None:
         if hasattr(self._run, "log_artifact"):  # older versions keep no files
@@ -209,7 +211,7 @@ class _Otlp(Tracker):
         processors: Any = importlib.import_module(f"{sdk}._logs.export")
         resource = importlib.import_module(f"{sdk}.resources").Resource.create(
             {
-                "service.name": os.environ.get("OTEL_SERVICE_NAME", _PREFIX),
+                "service.name": os.environ.get("OTEL_SERVICE_NAME", PREFIX),
                 "tidegauge.run": run.run_id,
                 "run.name": name,
             }
@@ -222,14 +224,14 @@ class _Otlp(Tracker):
         self._logs = logs.LoggerProvider(resource=resource)
         self._logs.add_log_record_processor(processors.BatchLogRecordProcessor(to_logs))
         self._api: Any = importlib.import_module("opentelemetry._logs")
-        self._meter, self._logger = self._metrics.get_meter(_PREFIX), self._logs.get_logger(_PREFIX)
+        self._meter, self._logger = self._metrics.get_meter(PREFIX), self._logs.get_logger(PREFIX)
         self._gauges: dict[str, Any] = {}
         self.address = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in {**values, "step": float(step)}.items():
+        for name, value in {**values, f"{PREFIX}/step": float(step)}.items():
             if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"{_PREFIX}.{name.replace('/', '.')}")
+                self._gauges[name] = self._meter.create_gauge(name.replace("/", "."))
             self._gauges[name].set(value)
 
     def note(self, finding: Finding) -> None:
@@ -239,7 +241,7 @@ class _Otlp(Tracker):
             severity_text=level,
             severity_number=self._api.SeverityNumber[level],
             body=finding.summary,
-            attributes={f"{_PREFIX}.kind": finding.kind, f"{_PREFIX}.severity": finding.severity},
+            attributes={f"{PREFIX}.kind": finding.kind, f"{PREFIX}.severity": finding.severity},
         )
         self._logger.emit(record)
 

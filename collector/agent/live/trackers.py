@@ -21,7 +21,7 @@ from pathlib import Path
 
 from collector.agent.live.alerts import LastSent, new_findings
 from collector.agent.live.prometheus import View, by_role
-from collector.agent.live.tracker_libraries import EVERY_SECONDS, LIBRARIES, Tracker
+from collector.agent.live.tracker_libraries import EVERY_SECONDS, LIBRARIES, PREFIX, Tracker
 from collector.agent.problems import say
 from collector.errors import TidegaugeError, one_line
 from collector.findings import Finding
@@ -77,7 +77,8 @@ class Trackers:
         if view is None:
             return
         if self._last is not None:
-            step, values = series(view, self._last[1], now_seconds - self._last[0])
+            step, numbers = series(view, self._last[1], now_seconds - self._last[0])
+            values = {f"{PREFIX}/{name}": value for name, value in numbers.items()}
             self._put(lambda tracker: tracker.log(step, values))
         self._last = now_seconds, view
 

@@ -51,7 +51,9 @@ class GrowingFiles:
         #: Name -> pid of its writer, None on another host.
         self._growing: dict[str, int | None] = {}
         self._paths: dict[str, Path] = {}
+        #: Growing files whose writer had ended when they were last listed.
         self._gone: set[str] = set()
+        #: Files that were read to their end after that: by the pid of their writer, and the other way round.
         self._finished: dict[int, set[str]] = {}
         self._finished_pids: dict[str, int] = {}
         self._mtime_ns: int | None = None
