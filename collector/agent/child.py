@@ -26,11 +26,7 @@ _GIT_SECONDS = 1.0
 
 
 def follow_child(
-    run: Run,
-    child: subprocess.Popen[bytes],
-    interval_seconds: float,
-    on_ready: Callable[[Run], None] | None,
-    outlets: Outlets | None,
+    run: Run, child: subprocess.Popen[bytes], interval_seconds: float, outlets: Outlets | None
 ) -> bool:
     """Follow the child to its end and close the run; return whether all records are stored."""
     command = LocalProcess(child.pid, start_ticks(child.pid))
@@ -39,8 +35,6 @@ def follow_child(
     agent = Agent(run, command=command, is_parent=True, outlets=outlets)
     with suppress(OSError, ValueError):
         update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
-    if on_ready is not None:
-        on_ready(run)
     # A slow git must not delay the first samples. Nothing else changes the manifest meanwhile.
     git = threading.Thread(target=_compare_with_commit, args=(run,), name="git", daemon=True)
     git.start()

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -66,7 +66,6 @@ def run_command(
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
-    on_ready: Callable[[Run], None] | None = None,
     outlets: Outlets | None = None,
 ) -> RunOutcome:
     """Run a command under Tidegauge and follow it to its end.
@@ -77,7 +76,6 @@ def run_command(
         name: name of the run; by default that of the script or program.
         tags: recorded in the manifest.
         interval_seconds: time between two samples.
-        on_ready: called with the run once the command has started.
         outlets: live metrics, alerts and investigations of the run.
 
     Returns:
@@ -102,7 +100,7 @@ def run_command(
         if run is None:
             child.wait()
         else:
-            is_stored = _follow(run, child, interval_seconds, on_ready, outlets) or not run.awaits_store
+            is_stored = _follow(run, child, interval_seconds, outlets) or not run.awaits_store
     status = child.wait()
     exit_status = EXIT_SIGNAL_BASE - status if status < 0 else status
     return RunOutcome(run=run, exit_status=exit_status, is_stored=is_stored)
@@ -179,19 +177,13 @@ def _fail_to_start(program: str, error: OSError, run: Run | None) -> RunOutcome:
     return RunOutcome(run=None, exit_status=exit_status)
 
 
-def _follow(
-    run: Run,
-    child: subprocess.Popen[bytes],
-    interval_seconds: float,
-    on_ready: Callable[[Run], None] | None,
-    outlets: Outlets | None,
-) -> bool:
+def _follow(run: Run, child: subprocess.Popen[bytes], interval_seconds: float, outlets: Outlets | None) -> bool:
     """Follow the child to its end and return whether all records are stored; wait for it if the collector fails."""
     try:
         # Imported here: the command begins meanwhile.
         from collector.agent.child import follow_child
 
-        return follow_child(run, child, interval_seconds, on_ready, outlets)
+        return follow_child(run, child, interval_seconds, outlets)
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         say(f"the collector stopped ({type(error).__name__}: {error}): the command and its journals go on")
         child.wait()

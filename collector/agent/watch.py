@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from collector.agent.launch import DEFAULT_INTERVAL_SECONDS, check_interval, default_name
+from collector.agent.launch import check_interval, default_name
 from collector.agent.loop import collect, manifest_process, update_manifest
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
@@ -23,11 +23,11 @@ def watch(
     pid: int,
     *,
     home: Path,
-    name: str | None = None,
-    tags: Mapping[str, str] | None = None,
-    interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
-    on_ready: Callable[[Run], None] | None = None,
-    outlets: Outlets | None = None,
+    name: str | None,
+    tags: Mapping[str, str],
+    interval_seconds: float,
+    on_ready: Callable[[Run], None],
+    outlets: Outlets | None,
 ) -> Run:
     """Sample a process of this host and its descendants until it ends, or until Ctrl-C; the process is not touched.
 
@@ -48,15 +48,14 @@ def watch(
             f"cannot write in {home} ({error.strerror}); give --home or {layout.HOME_VARIABLE} a directory that "
             "can be written"
         ) from None
-    if on_ready is not None:
-        on_ready(run)
+    on_ready(run)
     collect(run, interval_seconds=interval_seconds, outlets=outlets)
     if run.manifest["end_time_ns"] is None:  # Ctrl-C ends the watch, not the process.
         update_manifest(run, end_time_ns=time.monotonic_ns())
     return run
 
 
-def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str] | None) -> Run:
+def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str]) -> Run:
     argv = [word for word in procfs.read_command_line(procfs.PROC, key.pid) if word] or [str(key.pid)]
     run = Run(layout.create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
     # `create_run` has recorded these of this process; those of the watched one are unknown.

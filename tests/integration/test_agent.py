@@ -6,13 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from collector.store.catalogue import list_runs
 from collector.store.lake.reader import read
-from collector.store.runs.run import Run
 from tests.conftest import TRAIN, wait_for
 from training_harness import layout
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
@@ -23,8 +21,7 @@ import sys
 from pathlib import Path
 from collector.agent.launch import run_command
 outcome = run_command(
-    sys.argv[2:], home=Path(sys.argv[1]), name="t", tags={"a": "b"}, interval_seconds=0.1,
-    on_ready=lambda run: print(run.path, file=sys.stderr, flush=True),
+    sys.argv[2:], home=Path(sys.argv[1]), name="t", tags={"a": "b"}, interval_seconds=0.1
 )
 sys.exit(outcome.exit_status)
 """
@@ -68,6 +65,12 @@ def start_process():
             return process
 
         yield start
+
+
+def followed_run(home):
+    """Return the run of a launcher once its collector has begun."""
+    (run,) = wait_for(lambda: [run for run in list_runs(home) if run.manifest["collector"]], "a run")
+    return run
 
 
 def kill_group(pid):
@@ -199,7 +202,7 @@ def test_disk_that_fills_up_does_not_harm_the_command(small_disk, home):
 
 def test_failing_ingest_keeps_journals_and_reports_once(home, start_process):
     process = start_process(launcher(home, "sh", "-c", "read line; exit 6"))
-    run = Run(Path(process.stderr.readline().strip()))
+    run = followed_run(home)
     (run.path / "lake.sqlite").mkdir(exist_ok=True)
     process.communicate("go on\n", timeout=60)
 
@@ -222,7 +225,7 @@ child.wait()
 
 def test_process_tree_is_sampled_and_orphans_are_not_awaited(home, start_process):
     process = start_process(launcher(home, sys.executable, "-c", TREE))
-    run = Run(Path(process.stderr.readline().strip()))
+    run = followed_run(home)
     child, grandchild = map(int, process.stdout.readline().split())
     wait_for_sample_of(run, grandchild)
     process.stdin.write("end\n")
@@ -268,7 +271,7 @@ os.waitpid(worker, 0)
 
 def test_processes_have_the_roles_that_events_give_them(home, start_process):
     process = start_process(launcher(home, sys.executable, "-c", TRAINING))
-    run = Run(Path(process.stderr.readline().strip()))
+    run = followed_run(home)
     worker = int(process.stdout.readline())
     wait_for(lambda: (table(run, "process").role == ROLE_WORKER).any(), "a sample of the worker")
     process.communicate("end\n", timeout=60)
@@ -291,7 +294,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_reaches_the_command_and_closes_the_run(home, start_process):
     process = start_process(launcher(home, sys.executable, "-c", INTERRUPTED))
-    run = Run(Path(process.stderr.readline().strip()))
+    run = followed_run(home)
     assert process.stdout.readline() == "True\n"
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
@@ -316,7 +319,7 @@ def test_signals_are_forwarded_to_the_command(home, start_process):
 
 def test_command_survives_a_killed_collector_and_the_run_resumes(home, start_process):
     process = start_process(launcher(home, "sh", "-c", "echo ready; read line; echo $line; read line"))
-    run = Run(Path(process.stderr.readline().strip()))
+    run = followed_run(home)
     assert process.stdout.readline() == "ready\n"
     command = run.manifest["command"]["pid"]
     wait_for_sample_of(run, command)
