@@ -91,7 +91,7 @@ class Outlets:
         self._run: Run | None = None
         self._has_started = self._has_ended = False
         self._name = ""
-        self._verdicts: LiveVerdicts | None = None
+        self._verdicts: LiveVerdicts  # from `begin` on
         self.headroom = Headroom()
         self._verdict: tuple[Sequence[Finding], float] | None = None
 
@@ -113,15 +113,14 @@ class Outlets:
 
     def tick(self, now_ns: int, problems: Problems) -> None:
         """Begin a verdict if one is due; the loop calls this at every tick."""
-        if self._verdicts is not None:
-            self.headroom.note(now_ns / 1e9, self._samples)
-            with problems.guard("loader settings"):
-                if self._settings.tick(now_ns):
-                    self._verdicts.hurry()
-            self._verdicts.tick(now_ns, problems, self.headroom.nearest_seconds)
-            self.trackers.tick(now_ns / 1e9, self.view)
-            if self._card is not None:
-                self._card.tick(now_ns / 1e9, self.view)
+        self.headroom.note(now_ns / 1e9, self._samples)
+        with problems.guard("loader settings"):
+            if self._settings.tick(now_ns):
+                self._verdicts.hurry()
+        self._verdicts.tick(now_ns, problems, self.headroom.nearest_seconds)
+        self.trackers.tick(now_ns / 1e9, self.view)
+        if self._card is not None:
+            self._card.tick(now_ns / 1e9, self.view)
 
     def act_before_oom(self, now_ns: int, processes: Sequence[LocalProcess]) -> Iterator[Mapping[str, Any]]:
         """Do what is due before a limit is met; yield the fields of the events about it."""
@@ -130,8 +129,7 @@ class Outlets:
 
     def hurry(self) -> None:
         """Make a verdict at the next tick, since stacks of a training that stands still were taken."""
-        if self._verdicts is not None:
-            self._verdicts.hurry()
+        self._verdicts.hurry()
 
     def note_samples(self, stream: str, samples: Sequence[NamedSample]) -> None:
         """Take note of the numbers of one tick's samples; the loop calls this with those of each stream."""
@@ -159,8 +157,6 @@ class Outlets:
         self.before_oom.note_event(event)
         self._settings.note_event(event)
         self._hangs.note_event(event)
-        if self._verdicts is None:
-            return
         if self.before_oom.is_wanted:
             self._is_regular = self._verdicts.is_regular = True
         if event["kind"] == "process-start" and not self._has_started:
@@ -170,8 +166,7 @@ class Outlets:
     def run_ended(self) -> None:
         """Stop verdicts, a running one too, and take back open requests."""
         self._has_ended = True
-        if self._verdicts is not None:
-            self._verdicts.close()
+        self._verdicts.close()
         if self._investigator is not None:
             self._investigator.close()
         self.before_oom.run_ended()
@@ -180,12 +175,12 @@ class Outlets:
     @property
     def spent_ns(self) -> int:
         """CPU time of the verdicts and series of stacks so far."""
-        return self.lines.spent_ns + (self._verdicts.spent_ns if self._verdicts is not None else 0)
+        return self.lines.spent_ns + self._verdicts.spent_ns
 
     @property
     def verdict_anon_bytes(self) -> int | None:
         """Anonymous memory of the process that is making a verdict; None without one."""
-        return self._verdicts.anon_bytes if self._verdicts is not None else None
+        return self._verdicts.anon_bytes
 
     def publish(self, findings: Sequence[Finding]) -> None:
         """Publish a verdict: in the metrics, as alerts, and as requests for allocation sites."""
