@@ -105,14 +105,8 @@ def _refresh(view: View, selection: Selection, live: bool, was_pending: bool) ->
     last_request, content, was_live = st.session_state.get(_CONTENT, (None, None, False))
     if last_request != request:
         content, was_live = None, False
-    if content is None or content.is_pending != is_pending:
-        must_read = True
-    elif live:
-        must_read = not was_live or content.is_due
-    else:
-        must_read = status != "running" and not is_pending
     drawing = Drawing(view=view.name, status=status, run=run, live=live, has_timer=live or was_pending)
-    if must_read:
+    if content is None or _is_out_of_date(content, status, is_pending=is_pending, live=live, was_live=was_live):
         build_after = partial(_build_content, view, selection, theme, loader)
         try:
             with closing(_shared_content(request, build_after, is_pending=is_pending, live=live)) as contents:
@@ -126,6 +120,15 @@ def _refresh(view: View, selection: Selection, live: bool, was_pending: bool) ->
         drawing.draw_new_rows(content)
         drawing.finish(content)
         st.session_state[_CONTENT] = request, content, live
+
+
+def _is_out_of_date(content: ViewContent, status: str, *, is_pending: bool, live: bool, was_live: bool) -> bool:
+    """Return whether a session's content must be replaced; that of a run that goes on stays while it is paused."""
+    if content.is_pending != is_pending:
+        return True
+    if live:
+        return content.is_due or not was_live
+    return not is_pending and status != "running"
 
 
 def _is_verdict_pending(selection: Selection) -> bool:

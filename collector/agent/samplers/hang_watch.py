@@ -160,15 +160,24 @@ class HangWatch:
     def note_event(self, event: Mapping[str, Any]) -> None:
         """Take note of an event of the run: a DataLoader with a timeout."""
         if event["kind"] == "loader" and (seconds := event.get("timeout_seconds")):
-            process = LocalProcess(event["pid"], event["start_ticks"])
+            process = LocalProcess.of(event)
             self._timeouts_ns[process] = min(seconds * 1e9, self._timeouts_ns.get(process, math.inf))
 
     def tick(self, now_ns: int, alive: Iterable[LocalProcess]) -> dict[str, Any] | None:
         """Return the fields of a `stacks` event if stacks are due; call it once per sample."""
         alive = frozenset(alive)
         mains = [process for process in self._roles.mains() if process in alive]
-        if not mains:
-            return self._watch_idleness(now_ns, alive)
+        fields = self._watch_paces(now_ns, mains, alive) if mains else self._watch_idleness(now_ns, alive)
+        if fields is None:
+            self._dumps_left = 0
+            return None
+        self._dumps_left -= 1
+        return {"is_last": not self._dumps_left, **fields, **self._helpers(alive)}
+
+    def _watch_paces(
+        self, now_ns: int, mains: Iterable[LocalProcess], alive: frozenset[LocalProcess]
+    ) -> dict[str, Any] | None:
+        """Return the silent training processes, and the stacks of the training, while a series of dumps goes on."""
         self._idleness = None
         sizes = self._sizes({process.pid for process in mains})
         self._paces = {process: self._paces.get(process) or _Pace(now_ns) for process in mains}
@@ -177,20 +186,15 @@ class HangWatch:
             pace.timeout_ns = self._timeouts_ns.get(process, math.inf)
             if math.isinf(pace.timeout_ns):
                 pace.loading_ns = now_ns
-        due = [pace for pace in self._paces.values() if pace.is_due(now_ns)]
-        if due:
-            self._dumps_left = SERIES_DUMPS
-            for pace in due:
+            if pace.is_due(now_ns):
                 pace.series_count += 1
+                self._dumps_left = SERIES_DUMPS
         silent = {process: pace for process, pace in self._paces.items() if pace.series_count}
         chosen = self._of_training(alive) if silent else []
         self._note_traffic(now_ns, chosen, alive)
         if not silent or not self._dumps_left:
-            self._dumps_left = 0
             return None
-        self._dumps_left -= 1
         return {
-            "is_last": not self._dumps_left,
             "silent": [
                 {
                     **process._asdict(),
@@ -201,11 +205,11 @@ class HangWatch:
                 for process, pace in silent.items()
             ],
             "idle_seconds": None,
-            **self._helpers(alive),
             "processes": [self._stacks(now_ns, process) for process in chosen],
         }
 
     def _watch_idleness(self, now_ns: int, alive: frozenset[LocalProcess]) -> dict[str, Any] | None:
+        """Return the stacks of an idle run while a series of dumps goes on, if one of them has work pending."""
         idleness = self._idleness
         if idleness and not self._dumps_left and now_ns - idleness.noted_ns < _IDLE_EVERY_SECONDS * 1e9:
             return None
@@ -218,23 +222,14 @@ class HangWatch:
         is_idle = now_ns - idleness.since_ns >= IDLE_SECONDS / 2 * 1e9
         self._note_traffic(now_ns, sorted(alive)[:_MOST_PROCESSES] if is_idle else [], alive)
         if not self._dumps_left or not idleness.series_count:
-            self._dumps_left = 0
             return None
         chosen = list(filter(self._is_python, sorted(alive)))
         processes = [self._stacks(now_ns, process) for process in chosen[:_MOST_PROCESSES]]
         stacks = (from_fields(thread, Locus()) for process in processes for thread in process["threads"])
         is_suspended = any(process["waits"] == SUSPENDED for process in processes)  # without stacks, too
         if not is_suspended and not any(stack.shows_pending_work for stack in stacks):
-            self._dumps_left = 0
             return None
-        self._dumps_left -= 1
-        return {
-            "is_last": not self._dumps_left,
-            "silent": [],
-            "idle_seconds": (now_ns - idleness.since_ns) / 1e9,
-            **self._helpers(alive),
-            "processes": processes,
-        }
+        return {"silent": [], "idle_seconds": (now_ns - idleness.since_ns) / 1e9, "processes": processes}
 
     def _of_training(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
         """Return the training processes, their workers, and other children of theirs in Python.
