@@ -265,6 +265,7 @@ def find_levels(controller: str, membership: bytes, root: Path, view: View | Non
         files, mount = view, _mount(controller, version, path, view.mounts(root))
     if mount is None:
         return None
+    # A mount may show only a part of the hierarchy, from `mount_root` on. For a group outside of it, take its top.
     mount_root, mount_point = mount
     top = f"{files.root}/{mount_point.lstrip('/')}"
     below_mount = path.removeprefix(mount_root.rstrip("/")) if _is_below(path, mount_root) else ""

@@ -167,6 +167,26 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
         allocators held more). The second has a row (pid) for each process with a record by then and without an end,
         with the columns of `device_memory`.
     """
+    rows, width = _peak_rows(snapshot, within)
+    is_newest, is_driver = ~rows.duplicated("gpu", keep="last"), rows["pid"] == DRIVER_PID
+    times = rows.loc[rows["is_moment"] | is_newest, ["gpu", "time_ns"]].drop_duplicates()
+    samples = rows.loc[is_driver, ["gpu", "time_ns", *COLUMNS["device"]]].dropna(subset="used_bytes")
+    records = rows.loc[~is_driver, ["gpu", "pid", "time_ns", "ended_ns", *COLUMNS["device_memory"]]]
+    # Each moment may be that of one sample or of one record: find what all others were then.
+    driver = _lower_samples(times, samples)
+    allocators = _higher_records(times, records.assign(record_ns=records["time_ns"]))
+    held = times.join(allocators.groupby(["gpu", "time_ns"]).sum(), on=["gpu", "time_ns"]).fillna(0)
+    driver.loc[driver["process_used_bytes"] < held["reserved_bytes"].to_numpy(), "process_used_bytes"] = np.nan
+    peaks = _peak_times(driver, held, within, width)
+    driver = driver.dropna(subset="used_bytes")
+    return driver.merge(peaks, on=["gpu", "time_ns"]), allocators.merge(peaks, on=["gpu", "time_ns"])
+
+
+def _peak_rows(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, int]:
+    """Return the samples and records among which are the peaks of each bucket, and the width of a bucket.
+
+    A record has also the time at which its process ended.
+    """
     source, width = bucket_source(snapshot, within, "gpu", _buckets_per_gpu(snapshot, GRID_BUCKETS))
     width = max(width, GRID_STEP_NS)
     candidates = f"(FROM {source} WHERE {IN_TIME}{_until_last_use(snapshot)} {_error_samples(snapshot, within)})"
@@ -177,18 +197,7 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
         "LEFT JOIN ended USING (host, pid) ORDER BY time_ns",
         within.bounds,
     )
-    is_newest, is_driver = ~rows.duplicated("gpu", keep="last"), rows["pid"] == DRIVER_PID
-    times = rows.loc[rows["is_moment"] | is_newest, ["gpu", "time_ns"]].drop_duplicates()
-    driver = _lower_samples(
-        times, rows.loc[is_driver, ["gpu", "time_ns", *COLUMNS["device"]]].dropna(subset="used_bytes")
-    )
-    records = rows.loc[~is_driver, ["gpu", "pid", "time_ns", "ended_ns", *COLUMNS["device_memory"]]]
-    allocators = _higher_records(times, records.assign(record_ns=records["time_ns"]))
-    held = times.join(allocators.groupby(["gpu", "time_ns"]).sum(), on=["gpu", "time_ns"]).fillna(0)
-    driver.loc[driver["process_used_bytes"] < held["reserved_bytes"].to_numpy(), "process_used_bytes"] = np.nan
-    peaks = _peak_times(driver, held, within, width)
-    driver = driver.dropna(subset="used_bytes")
-    return driver.merge(peaks, on=["gpu", "time_ns"]), allocators.merge(peaks, on=["gpu", "time_ns"])
+    return rows, width
 
 
 def _higher_records(times: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
@@ -198,10 +207,7 @@ def _higher_records(times: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
     the earlier record, that memory would count as another process's.
     """
     times_and_pids = times.merge(records[["gpu", "pid"]].drop_duplicates(), on="gpu")
-    before, after = (
-        pd.merge_asof(times_and_pids, records, on="time_ns", by=["gpu", "pid"], direction=direction)
-        for direction in ("backward", "forward")
-    )
+    before, after = _around(times_and_pids, records, by=["gpu", "pid"])
     # The record before decides: the one after may be of a later process with the same pid.
     has_ended = before["ended_ns"].between(before["record_ns"], before["time_ns"], inclusive="left")
     higher = before.mask(after["reserved_bytes"] > before["reserved_bytes"], after)
@@ -210,11 +216,14 @@ def _higher_records(times: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
 
 def _lower_samples(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Return the driver's sample before or after these times, whichever is lower; after the last one, the last."""
-    before, after = (
-        pd.merge_asof(times, samples, on="time_ns", by="gpu", direction=direction)
-        for direction in ("backward", "forward")
-    )
+    before, after = _around(times, samples, by=["gpu"])
     return before.mask(after["used_bytes"] < before["used_bytes"], after)
+
+
+def _around(times: pd.DataFrame, rows: pd.DataFrame, *, by: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return for each time the newest row up to it, and the first row from it on."""
+    before = pd.merge_asof(times, rows, on="time_ns", by=by, direction="backward")
+    return before, pd.merge_asof(times, rows, on="time_ns", by=by, direction="forward")
 
 
 def _peak_times(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: int) -> pd.DataFrame:
@@ -222,10 +231,12 @@ def _peak_times(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: i
     table = driver[["gpu", "time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
     table["elapsed_seconds"] = within.elapsed(table["time_ns"])
     taken = np.fmax(driver["used_bytes"], held["reserved_bytes"].to_numpy() + driver["other_used_bytes"].fillna(0))
+    # Of two moments with as much taken, the one at which the allocators held more is the peak.
     order = np.lexsort((held["time_ns"], held["allocated_bytes"], held["reserved_bytes"], taken))
+    highest = table.iloc[order].drop_duplicates(["gpu", "bucket"], keep="last")
     last = table.drop_duplicates("gpu", keep="last")
-    newest = last.assign(bucket=last["bucket"] + 1)
-    peaks = pd.concat([table.iloc[order].drop_duplicates(["gpu", "bucket"], keep="last"), newest])
+    newest = last.assign(bucket=last["bucket"] + 1)  # in a bucket of its own
+    peaks = pd.concat([highest, newest])
     return peaks.drop_duplicates(["gpu", "time_ns"], keep="last")
 
 
