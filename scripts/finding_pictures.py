@@ -41,6 +41,8 @@ RUNS = {
 }
 #: Width and height of the window in pixels: all of the evidence is in sight.
 SIZE = (1100, 2000)
+#: Largest height of a picture: a long traceback is cut.
+MOST_PIXELS = 1040
 #: JavaScript: top and bottom in pixels of what answers the view's question, from the sentence to the first chart.
 ANSWER_EDGES = """() => {
     const edge = which => document.querySelector(which).getBoundingClientRect();
@@ -61,7 +63,7 @@ def photograph(kinds: list[str], home: Path) -> None:
             await_view(page)
             page.wait_for_timeout(1500)  # Plotly draws once more after a resize
             top, bottom = page.evaluate(ANSWER_EDGES)
-            clip = FloatRect(x=30, y=top + 2, width=width - 60, height=bottom - top + 44)
+            clip = FloatRect(x=30, y=top + 2, width=width - 60, height=min(bottom - top + 44, MOST_PIXELS))
             pixels = cv2.imdecode(np.frombuffer(page.screenshot(clip=clip), np.uint8), cv2.IMREAD_COLOR)
             page.close()
             PICTURES.mkdir(exist_ok=True)
