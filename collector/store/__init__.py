@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from collector.store.duck import open_connection
     from collector.store.export import ExportedFile, export_run
     from collector.store.journals.growing_files import GrowingFiles
-    from collector.store.journals.segments import (
-        EVENT_LOG_SUFFIX,
-        JournalError,
-        list_event_logs,
-        read_events,
-        size_bytes,
-    )
+    from collector.store.journals.segments import EVENT_LOG_SUFFIX, JournalError, read_events, size_bytes
     from collector.store.lake.counters import Counts, Totals
     from collector.store.lake.ingest import Ingester
     from collector.store.lake.ingest_result import IngestResult
@@ -61,7 +55,7 @@ _NAMES = {
     "duck": "open_connection",
     "export": "ExportedFile export_run",
     "journals.growing_files": "GrowingFiles",
-    "journals.segments": "EVENT_LOG_SUFFIX JournalError list_event_logs read_events size_bytes",
+    "journals.segments": "EVENT_LOG_SUFFIX JournalError read_events size_bytes",
     "lake.counters": "Counts Totals",
     "lake.ingest": "Ingester",
     "lake.ingest_result": "IngestResult",
