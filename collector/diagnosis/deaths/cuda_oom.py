@@ -219,7 +219,7 @@ class _Scene:
 
     @property
     def kept_bytes(self) -> float:
-        """Memory of tensors beyond that at the last optimizer, if it is far more than usual; else NaN."""
+        """Rise of tensors from the last optimizer to this one, if that is far more than usual; else NaN."""
         rise, usual = self.kept
         return rise if rise > max(_UNUSUAL_RATIO * usual, _LEAST_GAIN_RATIO * self.of("limit_bytes")) else math.nan
 
