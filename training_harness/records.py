@@ -333,7 +333,9 @@ DEVICE = _stream(
     _measured("reserved_bytes", "q", "memory that the driver reserves for itself, where it reports that"),
     _measured("process_used_bytes", "q", "memory of the run's processes, where the driver reports it"),
     _measured(
-        "recorded_used_bytes", "q", "the part of `process_used_bytes` in processes with `device_memory` records"
+        "recorded_used_bytes",
+        "q",
+        "the part of `process_used_bytes` in training processes with `device_memory` records",
     ),
     _measured("other_used_bytes", "q", "memory of other processes, where the driver reports it per process"),
     _measured("utilisation_ratio", "d", "share of time with a kernel running"),

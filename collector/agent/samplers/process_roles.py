@@ -43,9 +43,6 @@ class ProcessRoles:
         host: this host; only its events name processes that can be sampled here.
         start_ticks: returns the start time of a living process, None if there is none.
         boot_offset_ns: CLOCK_BOOTTIME, the clock of start times, minus CLOCK_MONOTONIC.
-
-    Attributes:
-        recording_pids: processes that record PyTorch's allocator of a device.
     """
 
     def __init__(
@@ -56,10 +53,15 @@ class ProcessRoles:
         if boot_offset_ns is None:
             boot_offset_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
         self._boot_offset_ns = boot_offset_ns
-        self.recording_pids: set[int] = set()
+        self._with_device: set[LocalProcess] = set()
         self._roles: dict[LocalProcess, Role] = {}
         self._detached: set[LocalProcess] = set()
         self._exits_ns: dict[LocalProcess, int] = {}
+
+    @property
+    def recording_pids(self) -> set[int]:
+        """Processes that record PyTorch's allocator at each step; others do so at an error alone."""
+        return {key.pid for key in self._with_device if self._roles.get(key, UNKNOWN).role == ROLE_MAIN}
 
     def __iter__(self) -> Iterator[LocalProcess]:
         return iter(self._roles)
@@ -101,7 +103,7 @@ class ProcessRoles:
                 self._detached.add(process)
                 self.forget(process)
         elif kind == "cuda-device":
-            self.recording_pids.add(event["pid"])
+            self._with_device.add(process)
         elif kind == "worker-start":
             self._roles[process] = Role(role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"])
         elif kind == "epoch-start":

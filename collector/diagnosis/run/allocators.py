@@ -109,17 +109,24 @@ def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Al
     """Yield host, device, the driver's samples of it, and the allocators of the run's processes there.
 
     There may be no samples. There are no allocators if only the driver reports that the run uses the device.
-    Records of earlier attempts are left out, and samples after the training.
+    Records of earlier attempts are left out, those of processes without steps, which record at an error alone, and
+    samples after the training.
     """
     samples, end = tables.stream("device"), training_end_ns(tables)
     samples = samples[floats(samples, "time_ns") <= end]
-    run_allocators = allocators(lifecycle_of(tables).of_last_attempt(tables.stream("device_memory")))
+    life = lifecycle_of(tables)
+    run_allocators = allocators(life.of_last_attempt(tables.stream("device_memory")))
     in_use = samples[np.isfinite(floats(samples, "process_used_bytes"))]
     places = {(allocator.key[0], allocator.device) for allocator in run_allocators}
     places |= set(zip(in_use["host"].astype(str), in_use["device"].astype(int), strict=True))
     for host, device in sorted(places):
         rows = samples[(samples["host"] == host) & (floats(samples, "device") == device)]
-        yield host, device, rows, [a for a in run_allocators if (a.key[0], a.device) == (host, device)]
+        yield (
+            host,
+            device,
+            rows,
+            [a for a in run_allocators if (a.key[0], a.device) == (host, device) and a.key in life.mains],
+        )
 
 
 def capacity_of(tables: RunTables, allocator: Allocator) -> tuple[float, float]:

@@ -36,6 +36,16 @@ def test_training_process_is_main_and_an_unknown_one_is_other():
     assert known.role_of(LocalProcess(10, 6)).role == ROLE_OTHER
 
 
+def test_only_a_training_process_records_the_allocator_at_each_step():
+    """Other processes record it at a CUDA error alone."""
+    known = roster()
+    known.learn(event("cuda-device", 10))
+    known.learn(event("cuda-device", 11))
+    known.learn(event("process-start", 11))
+
+    assert known.recording_pids == {11}
+
+
 def test_a_worker_is_known_by_the_pid_that_dataloader_reports():
     known = roster({20: 900, 21: 901})
     known.learn(event("epoch-start", rank=1, loader=2, epoch=0, worker_pids=[20, 21]))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from altered_gpu_runs import (
     HOLES,
@@ -222,6 +223,10 @@ def test_full_device_that_others_fill_has_advice_on_them_first():
     [full] = find_device_risk(workers)
     assert f"Processes of the run that take no steps held {size(others)} of it." in full.summary
     assert full.advice[0].text.startswith("Take the work of these processes off this GPU")
+    rows = workers.streams["device_memory"]
+    at_error = rows.iloc[[len(rows) // 2]].assign(pid=1, reserved_bytes=others, allocated_bytes=others, oom_count=1)
+    records = pd.concat([rows, at_error]).sort_values("time_ns", kind="stable")
+    assert find_device_risk(replace(workers, streams={**workers.streams, "device_memory": records})) == [full]
 
 
 def test_limit_that_was_met_has_no_forecast():
