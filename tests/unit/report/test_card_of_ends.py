@@ -13,7 +13,7 @@ from collector.findings import Finding, measurements
 
 def test_card_of_a_death_says_which_memory_is_only_an_upper_bound():
     worker = {
-        **dict.fromkeys(("rank", "step", "batch", "phase", "pss_bytes")),
+        **dict.fromkeys(("rank", "step", "batch", "phase", "pss_bytes", "seconds")),
         "role": "worker",
         "loader": 0,
         "worker": 1,
