@@ -21,7 +21,7 @@ from collector.diagnosis.run.allocators import (
 )
 from collector.diagnosis.run.columns import SECOND_NS, floats, peak, whole, written
 from collector.diagnosis.run.cuda_message import ROUNDED_BYTES, message_figures, tells_out_of_memory
-from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.lifecycle import SPAWN_MODULE, lifecycle_of
 from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables, writer_of
 from collector.findings import Locus
@@ -250,10 +250,12 @@ def _events(tables: RunTables) -> Iterator[Mapping[str, Any]]:
             if (steps_ns > event["time_ns"]).any():
                 event = {**event, "caught": None}
         elif event.get("caught") is None:
-            handled = [str(each.get("handled")) for each in tables.events_of("exit-message", by=key)]
+            # A spawned process ends by a second `sys.exit`, in which nothing is handled any more.
+            exits = [each for each in tables.events_of("exit-message", by=key) if each.get("handled")]
             # Shortly before a normal end no request comes in which the process could say that it went on.
             if life.exit_status == 0 and key not in life.exceptions:
                 event = {**event, "caught": True}
-            elif handled and tells_out_of_memory(handled[-1]):
-                event = {**event, "caught": False, "ends_itself": True}
+            elif exits and tells_out_of_memory(str(exits[-1]["handled"])):
+                by_script = SPAWN_MODULE not in str(exits[-1].get("site"))  # else torch reports it to the parent
+                event = {**event, "caught": False, "ends_itself": by_script}
         yield event

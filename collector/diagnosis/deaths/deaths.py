@@ -227,7 +227,7 @@ def _crashes(life: Lifecycle, victims: Sequence[Victim]) -> list[Finding]:
     explained = ended_by_cuda_oom(life.tables)
     launches = launches_of(life, causes)
     left = [finding for _, event in launches[-1:] if not explained for finding in _left_before(life, event)]
-    findings = left or [_crash(life, key) for key, _ in launches[-1:] if key not in explained]
+    findings = left or [_crash(life, key) for key, _ in launches[-1:] if not {key, life.raiser(key)} & explained]
     own = [key for key, event in causes if is_own(life, event) and key not in (launches[-1][0], *life.mains)]
     if own and findings:
         findings = [_with_end_of_command(life, findings[0], own[0])]

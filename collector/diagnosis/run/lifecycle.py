@@ -46,7 +46,7 @@ _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # 
 # torch.multiprocessing.spawn: a child that a signal or a status of its own ended, and one that raised
 _SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with (?:signal|exit code) (SIG\w+|\d+)")
 SPAWN_ERROR = re.compile(r"-- Process (\d+) terminated with the following error")
-_SPAWN_MODULE = "multiprocessing/spawn.py"  # that of torch, and that of CPython
+SPAWN_MODULE = "multiprocessing/spawn.py"  # that of torch, and that of CPython
 _SIGNAL_MESSAGE = re.compile(r"got signal: (\d+)")  # torch.distributed.elastic's SignalException
 
 
@@ -230,7 +230,7 @@ class Lifecycle:
         CPython calls sys.exit again in each spawned child, with the status that its target ended with.
         """
         events = self.tables.events_of("exit-message")
-        return tuple(event for event in events if _SPAWN_MODULE not in str(event.get("site")))
+        return tuple(event for event in events if SPAWN_MODULE not in str(event.get("site")))
 
     @cached_property
     def detached(self) -> frozenset[ProcessKey]:
