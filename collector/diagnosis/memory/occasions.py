@@ -43,7 +43,8 @@ _ADVICE = {
     "kept with their graph (use torch.no_grad() and .item()), metrics without a reset, a new DataLoader with "
     "persistent workers",
     "start of an epoch": "Look for what each epoch leaves behind: histories of outputs, an iterator, a "
-    "DataLoader or a model that is made again and kept, callbacks that are added again",
+    "DataLoader, a model or an optimizer that is made again and kept (a scheduler keeps its optimizer), callbacks "
+    "that are added again",
 }
 
 
