@@ -22,6 +22,7 @@ from collector.diagnosis.deaths.catalogue import (
 from collector.diagnosis.deaths.deaths import LAST_OF_WORKER
 from collector.diagnosis.memory.file_descriptors import lacked_files
 from collector.diagnosis.memory.leak import CONFIRMED
+from collector.diagnosis.memory.resources import FIX_GROWTH
 from collector.findings import KINDS, Finding, extended
 from collector.units import size
 
@@ -94,7 +95,9 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if finding.kind == "crashed" and _follows_cuda_oom(findings, finding):
         return replace(finding, advice=(FIX_CUDA_OOM, *finding.advice), consequence_of="cuda-oom")
     if _ends_with_optimizers(findings, finding):
-        return extended(finding, "It grows with what the optimizers keep, which ends by itself.", severity="info")
+        others = tuple(advice for advice in finding.advice if advice not in FIX_GROWTH)
+        risk = replace(finding, advice=others, severity="info")
+        return extended(risk, "It grows with what the optimizers keep, which ends by itself.")
     return finding
 
 

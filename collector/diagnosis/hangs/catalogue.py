@@ -208,7 +208,8 @@ HANG_OF_UNDELIVERED = replace(
     sentence="{what} made batch {index}, and it never arrived: {training} has had no batch for {silent}.",
     advice=advise(
         text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
-        "collate_fn return tensors, arrays, numbers and strings, without generators, locks and open files",
+        "collate_fn return tensors in host memory, arrays, numbers and strings, without generators, locks, open files "
+        "and CUDA tensors",
         expected="the batch can be sent to the training process",
     ),
     confidence=0.9,

@@ -285,6 +285,8 @@ WITH_CHECKPOINT = {
     )
     for advice in (_FIX_HOST_GROWTH, _FIX_GPU_GROWTH)
 }
+#: Advice that does not fit growth which ends by itself.
+FIX_GROWTH = frozenset((*WITH_CHECKPOINT, *WITH_CHECKPOINT.values()))
 _RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the peak fits")
 HOST_MEMORY = Resource(
     risk="host-oom-risk",

@@ -35,6 +35,7 @@ def test_forecast_of_growth_by_the_optimizer_is_information():
     (risk,) = findings_of(of_optimizers(script, 600 * RAMP))
     assert (risk.kind, risk.severity) == ("host-oom-risk", "info")
     assert "which ends by itself" in risk.summary
+    assert not any("Fix the growth" in advice.text for advice in risk.advice)
 
 
 def test_leak_beside_a_growing_optimizer_is_found_with_its_own_rate():
