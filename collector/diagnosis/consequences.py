@@ -87,10 +87,11 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
         return extended(finding, f"Fix {cause} of that rank first.", consequence_of=cause)
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
         return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
-    if READ_STACKS in finding.advice and _hung(findings, finding):
+    if READ_STACKS in finding.advice and any(_hangs_on(finding.locus.host, findings)):
+        fix, cause = (FIX_HANG, "hang") if _hung(findings, finding) else (EXPLAIN_SILENCE, None)
         rest = (advice for advice in finding.advice if advice != READ_STACKS)
-        return replace(finding, advice=(FIX_HANG, *rest), consequence_of="hang")
-    if finding.advice == TIMED_OUT.advice and any(one.kind == "hang" for one in findings):
+        return replace(finding, advice=(fix, *rest), consequence_of=cause)
+    if finding.advice == TIMED_OUT.advice and any(_hangs_on(finding.locus.host, findings)):
         return replace(finding, advice=(EXPLAIN_SILENCE, *finding.advice))
     if finding.kind == "crashed" and _follows_cuda_oom(findings, finding):
         return replace(finding, advice=(FIX_CUDA_OOM, *finding.advice), consequence_of="cuda-oom")
@@ -101,8 +102,13 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     return finding
 
 
+def _hangs_on(host: str | None, findings: list[Finding]) -> Iterator[Finding]:
+    """Yield the hangs on a host, also those that are only information."""
+    return (one for one in findings if one.kind == "hang" and one.locus.host == host)
+
+
 def _hung(findings: list[Finding], end: Finding) -> bool:
-    """Return whether the process that a signal ended hung, or a worker or child of it.
+    """Return whether a process that has ended hung, or a worker or child of it.
 
     Any process counts where the command as a whole was ended. The end of an earlier attempt has no pid.
     """

@@ -35,7 +35,7 @@ PACE_FACTOR = 10.0
 _LEAST_SECONDS = 30.0
 #: Budget before the first step or batch, which waits for imports, compilation, downloads.
 _FIRST_SECONDS = 120.0
-#: Half of a DataLoader's timeout is no usual silence if it is this many times the longest one before.
+#: Stacks are taken at half of a DataLoader's timeout if that is this many times the longest silence so far.
 _TIMEOUT_FACTOR = 2.0
 #: Dumps of one series, one per tick: they show whether a stack moves.
 SERIES_DUMPS = 3
@@ -57,7 +57,7 @@ Sizes = dict[str, tuple[int, int]]
 class _Pace:
     """The records of one training process: their sizes, the time of the last one, and the longest silence.
 
-    `timeout_ns` is the shortest timeout of its DataLoaders, and `loading_ns` the time since when that is known.
+    `timeout_ns` is the shortest timeout of its DataLoaders, and `timeout_known_ns` the time since when it is known.
     """
 
     changed_ns: int
@@ -65,13 +65,15 @@ class _Pace:
     longest_ns: int = 0
     series_count: int = 0
     timeout_ns: float = math.inf
-    loading_ns: int = 0
+    timeout_known_ns: int = 0
+    has_timeout_series: bool = False
 
     def note(self, now_ns: int, sizes: Sizes) -> None:
         if sizes and sizes != self.sizes:
             if self.sizes is not None:
                 self.longest_ns = max(self.longest_ns, now_ns - self.changed_ns)
             self.sizes, self.changed_ns, self.series_count = sizes, now_ns, 0
+            self.has_timeout_series = False
 
     @property
     def budget_ns(self) -> float:
@@ -79,16 +81,25 @@ class _Pace:
             return _FIRST_SECONDS * 1e9
         return max(_LEAST_SECONDS * 1e9, PACE_FACTOR * self.longest_ns)
 
-    def is_due(self, now_ns: int) -> bool:
+    def begin_series(self, now_ns: int) -> bool:
         """Return whether a series is due: at half of the budget, at the budget, at twice the budget and so on.
 
-        A DataLoader that may raise before then has its first series at half of its timeout.
+        There is one more at half of the timeout of a DataLoader, which may raise before then.
         """
-        if not self.series_count and self.timeout_ns >= 2 * _TIMEOUT_FACTOR * self.longest_ns:
-            waited_ns = now_ns - (self.loading_ns if self.sizes is None else self.changed_ns)
-            if waited_ns >= self.timeout_ns / 2:
-                return True
-        return now_ns - self.changed_ns >= self.budget_ns * 2.0 ** (self.series_count - 1)
+        if now_ns - self.changed_ns >= self.budget_ns * 2.0 ** (self.series_count - 1):
+            self.series_count += 1
+            return True
+        since_ns = self.timeout_known_ns if self.sizes is None else self.changed_ns
+        is_long = self.timeout_ns >= 2 * _TIMEOUT_FACTOR * self.longest_ns
+        if self.has_timeout_series or not is_long or now_ns - since_ns < self.timeout_ns / 2:
+            return False
+        self.has_timeout_series = True
+        return True
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether stacks were taken in the silence that lasts."""
+        return self.series_count > 0 or self.has_timeout_series
 
 
 @dataclass(slots=True)
@@ -185,11 +196,10 @@ class HangWatch:
             pace.note(now_ns, sizes.get(process.pid, {}))
             pace.timeout_ns = self._timeouts_ns.get(process, math.inf)
             if math.isinf(pace.timeout_ns):
-                pace.loading_ns = now_ns
-            if pace.is_due(now_ns):
-                pace.series_count += 1
+                pace.timeout_known_ns = now_ns
+            if pace.begin_series(now_ns):
                 self._dumps_left = SERIES_DUMPS
-        silent = {process: pace for process, pace in self._paces.items() if pace.series_count}
+        silent = {process: pace for process, pace in self._paces.items() if pace.is_silent}
         chosen = self._of_training(alive) if silent else []
         self._note_traffic(now_ns, chosen, alive)
         if not silent or not self._dumps_left:

@@ -168,6 +168,11 @@ _LOAD_AHEAD = Advice(
     expected="the training waits less, or not at all, for a slow download",
     effect="changes memory",
 )
+#: Advice on a worker that may merely be slower than its loader's timeout.
+LONGER_TIMEOUT = Advice(
+    text="Raise the loader's `timeout` above its longest fetch, or make that line faster",
+    expected="a slow batch does not end the training",
+)
 #: Advice on ranks that are all in a collective: at different lines, and at the same line.
 ONE_ORDER = Advice(
     text="Call each collective on all ranks and in one order: none in a branch that only some ranks enter, such as "
@@ -208,8 +213,8 @@ HANG_OF_UNDELIVERED = replace(
     sentence="{what} made batch {index}, and it never arrived: {training} has had no batch for {silent}.",
     advice=advise(
         text="Look in the command's output for an error of the worker's queue, such as \"cannot pickle\": let "
-        "collate_fn return tensors in host memory, arrays, numbers and strings, without generators, locks, open files "
-        "and CUDA tensors",
+        "collate_fn return tensors in host memory, arrays, numbers and strings, without generators, locks, open "
+        "files and CUDA tensors",
         expected="the batch can be sent to the training process",
     ),
     confidence=0.9,

@@ -313,9 +313,14 @@ def _finding(
         hangs="is slow" if transfer else "hangs" if is_plain else "may hang",
         silent=duration(silence["lasted_seconds"]),
     )
-    if is_worker and loader_settings(life.tables).get((main, culprit.locus.loader), {}).get("timeout_seconds"):
-        found = replace(found, advice=())  # which is to set one
+    has_timeout = is_worker and bool(
+        loader_settings(life.tables).get((main, culprit.locus.loader), {}).get("timeout_seconds")
+    )
+    if has_timeout:
+        found = replace(found, advice=())  # the usual one is to set a timeout
     found = catalogue.with_remedy(found, waits, life, culprit)
+    if has_timeout and not is_plain:
+        found = extended(found, "", advice=(catalogue.LONGER_TIMEOUT,))
     if culprit.is_unread:
         found = extended(found, f"Its line is unknown: {culprit.error}.")
     if ended:
@@ -432,7 +437,8 @@ def _is_plain(
     budgets = float(silence["silent_seconds"] / silence["budget_seconds"])
     if culprit.is_in_long_phase:
         return False
-    if _has_lost_thread(life, culprit, silence, series) or (is_worker and has_loader_timed_out(life, main)):
+    is_too_late = is_worker and culprit.is_stuck and has_loader_timed_out(life, main)
+    if is_too_late or _has_lost_thread(life, culprit, silence, series):
         return True
     if budgets < 1 or (culprit.is_busy and not is_worker):
         return False

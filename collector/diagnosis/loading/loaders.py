@@ -15,7 +15,17 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.child_processes import with_living_children
-from collector.diagnosis.run.columns import SECOND_NS, WRITER, by_process, floats, whole, worker_samples, written
+from collector.diagnosis.run.columns import (
+    SECOND_NS,
+    WRITER,
+    by_process,
+    finite,
+    floats,
+    seconds,
+    whole,
+    worker_samples,
+    written,
+)
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, once, writer_of
 from collector.diagnosis.statistics.growth import Floats
@@ -29,6 +39,8 @@ _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and t
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
 #: Share of the batches whose samples workers counted, from which the samples of all are known well enough.
 _MOST_COUNTED = 0.99
+#: Time over which the usual size of a batch is taken: some batches, and little of a growth.
+_BATCH_SIZES_WINDOW = "10s"
 _MOST_EPOCHS = 1e6  # more than one loader ever makes
 #: Waits of a loop are recorded if the thread that trains waits in `next()`. Where another thread loads ahead, they
 #: are estimated, or not known.
@@ -444,3 +456,20 @@ def _with_owner(tables: RunTables) -> pd.DataFrame:
     for host, pids in by_worker.groupby("host")["pid"]:
         owner[pids.index] = pids.map(pid_of_owner.get(str(host), {})).astype(float).fillna(only_main)
     return fetch.assign(owner_pid=owner)
+
+
+def inline_batch_growth(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
+    """Return by how much the batches that a process makes itself have grown by each time, in bytes; 0 if less.
+
+    Where sizes grow, as with a curriculum, the batch in use takes more memory, which is no leak. Medians over
+    `_BATCH_SIZES_WINDOW` leave out single larger batches, which are freed at once, and the last one of an epoch.
+    """
+    batches = written(tables, "batch", key).sort_values("time_ns")
+    batches = batches[~(floats(batches, "worker") >= 0)]  # those of workers lie in shared memory
+    sizes = pd.Series(floats(batches, "payload_bytes"), pd.to_datetime(floats(batches, "time_ns")))
+    usual = sizes.rolling(_BATCH_SIZES_WINDOW).median().to_numpy()
+    if not np.isfinite(usual).any():
+        return np.zeros(len(times_seconds))
+    made = np.searchsorted(seconds(batches), times_seconds, side="right") - 1
+    grown: Floats = np.nan_to_num(usual[np.maximum(made, 0)] - finite(usual)[0])
+    return np.maximum(grown, 0.0)

@@ -54,6 +54,8 @@ _COLLECTIONS_COUNT = 2
 _LIVES_COUNT = 8
 #: Least share of the loader's workers that copy.
 _MIN_WORKERS_RATIO = 0.5
+#: A worker that was read once copies too if it has this share of what one has that is known to copy.
+_ALIKE_RATIO = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,12 +274,16 @@ def _judge(
     by_slot: Mapping[int, list[_Copies]],
     setting: Mapping[str, Any],
 ) -> Finding | None:
-    slots = [max(lives, key=lambda life: life.total_bytes) for lives in by_slot.values()]
-    slots = [slot for slot in slots if not slot.is_unknown]
+    known = ([life for life in lives if not life.is_unknown] or lives for lives in by_slot.values())
+    slots = [max(lives, key=lambda life: life.total_bytes) for lives in known]
     copying = [slot for slot in slots if slot.is_growth]
-    n = sum(slot.n for slot in copying)
-    if n < 2 or len(copying) < _MIN_WORKERS_RATIO * len(slots):  # one reading of one worker is no witness
+    if sum(slot.n for slot in copying) < 2:  # one reading of one worker is no witness
         return None
+    alike_bytes = _ALIKE_RATIO * min(slot.total_bytes for slot in copying)
+    copying += [slot for slot in slots if slot.is_unknown and slot.total_bytes >= alike_bytes]
+    if len(copying) < _MIN_WORKERS_RATIO * len(slots):
+        return None
+    n = sum(slot.n for slot in copying)
     workers = whole(setting.get("num_workers")) or len(by_slot)
     plateau = workers * max(slot.inherited_bytes for slot in copying)
     total = sum(slot.total_bytes for slot in copying)

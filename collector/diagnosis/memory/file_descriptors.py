@@ -101,7 +101,8 @@ def find_descriptors(tables: RunTables) -> list[Finding]:
         _, nearest = max(group, key=lambda member: member[0])
         numbers = {finding.locus.worker for _, finding in group} - {nearest.locus.worker}
         others = sorted(number for number in numbers if number is not None)
-        alike = f"So {'do workers' if len(others) > 1 else 'does worker'} {listed(others)}." if others else ""
+        verb = "Workers {} leak files, too." if len(others) > 1 else "Worker {} leaks files, too."
+        alike = verb.format(listed(others)) if others else ""
         findings.append(extended(nearest, alike if nearest.kind == "fd-leak" else ""))
     return findings
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import living_workers, loader_settings, worker_slots
+from collector.diagnosis.loading.loaders import inline_batch_growth, living_workers, loader_settings, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
 from collector.diagnosis.memory.leak import (
@@ -142,7 +142,7 @@ def _growth_in(tables: RunTables, key: ProcessKey, rows: pd.DataFrame, *, is_ite
         return None
     life, times = lifecycle_of(tables), seconds(rows)
     kept, freed = optimizer_bytes(tables, key, times), freed_bytes(tables, key, rows)
-    free = freed + kept + _batch_growth(tables, key, times)
+    free = freed + kept + inline_batch_growth(tables, key, times)
     use = _use_of(tables, life.locus(key), rows, free, key)
     negligible = negligible_bytes(anonymous_bytes(rows))
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
@@ -471,21 +471,6 @@ def _use_of(
     """Return the memory of a process without a part that is free at each of its samples."""
     series = "in_use" if free.any() else "resident"
     return Use.of(tables, series, locus, seconds(rows), anonymous_bytes(rows) - free, key=key)
-
-
-def _batch_growth(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
-    """Return by how much the largest batch that the process made itself has grown by each time, in bytes.
-
-    Where sizes grow, as with a curriculum, the batch in use takes more memory, which is no leak.
-    """
-    batches = written(tables, "batch", key)
-    batches = batches[~(floats(batches, "worker") >= 0)]  # those of workers lie in shared memory
-    if batches.empty:
-        return np.zeros(len(times_seconds))
-    largest = np.maximum.accumulate(np.nan_to_num(floats(batches, "payload_bytes")))
-    made = np.searchsorted(seconds(batches), times_seconds, side="right") - 1
-    grown: Floats = largest[np.maximum(made, 0)] - largest[0]
-    return grown
 
 
 def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:

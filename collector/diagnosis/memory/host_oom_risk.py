@@ -65,6 +65,8 @@ _RUN_SHARE_RATIO = 0.5
 _NEAR_RATIO = 0.8
 #: Share of the freed memory of all processes that one must have to be named alone.
 _ONE_PROCESS_RATIO = 0.9
+#: Share of a growth from which on the freed memory of a process counts.
+_LEAST_PART_RATIO = 0.02
 #: Samples after the training that show whether memory still grows.
 _LEAST_REST_SAMPLES = 5
 
@@ -188,10 +190,13 @@ def _run_bytes(use: Use) -> Floats:
     tables, host, times = use.tables, use.locus.host, use.times
 
     def held(samples: pd.DataFrame) -> Floats:
+        values = held_bytes(samples)
         is_worker = (floats(samples, "role") == ROLE_WORKER).any()
-        is_unread = not np.isfinite(floats(samples, "pss_bytes")).any()
-        # The resident memory of a new worker is nearly all its parent's.
-        return np.full(len(samples), np.nan) if is_worker and is_unread else held_bytes(samples)
+        if not is_worker or np.isfinite(floats(samples, "pss_bytes")).any():
+            return values
+        # The resident memory of a new worker is nearly all its parent's; what it takes later is its own.
+        own: Floats = values - finite(values)[:1].sum()
+        return own
 
     def find() -> Floats:
         process = tables.stream("process")
@@ -210,7 +215,7 @@ def _with_freed(risk: Finding, growing: GrowingUse) -> Finding:
     for key in life.mains:
         heap = written(tables, "heap", key)
         rise = rise_since(seconds(heap), floats(heap, "free_bytes"), trend)
-        if key[0] == growing.use.locus.host and rise > 0:
+        if key[0] == growing.use.locus.host and rise >= _LEAST_PART_RATIO * trend.rise:
             rises[key] = rise
             n += int((seconds(heap) >= trend.since_seconds).sum())
     freed = sum(rises.values())

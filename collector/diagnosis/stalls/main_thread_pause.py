@@ -60,6 +60,8 @@ _LESS_EVERY = (
     "live objects), logging, plotting, saving a checkpoint, .item() or .cpu() on the device; do it less often, or "
     "in another thread or process"
 )
+_SEEN_RATIO = 0.8  # share of the time in saves: with less in steps that have an event, most saves have none
+_LIKE_SAVES = 0.5, 1.25  # cost of pauses that may be these saves, as multiples of the time that is not seen
 _WAITING_RATIO = 0.1  # a thread that computes for less of its pauses waits for something
 _MOSTLY_WAITS = 0.7  # share of the samples of a thread within its pauses
 _LESS_WAITING = (
@@ -97,14 +99,16 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return recompilations
     events = tables.events_of("checkpoint", by=main)
-    saving = np.minimum(ns_in(events, steps), np.maximum(work - float(np.median(work)), 0.0))
-    frequent = _frequent_saves(tables, steps, main)
+    saving = np.minimum(_saved_ns(events, steps), np.maximum(work - float(np.median(work)), 0.0))
+    seen_seconds = float(saving.sum()) / SECOND_NS
+    frequent = _frequent_saves(tables, steps, seen_seconds, main)
     saves = frequent or _saves(tables, steps, saving, main)
     rest = steps.assign(other_ns=np.maximum(floats(steps, "other_ns") - saving, 0.0))
     others = _regular_pauses(tables, rest, work - saving, main, has_save=saving > 0)
-    if frequent:  # most saves have no event, and show as other pauses
-        spent = frequent[0].value_of("lost_seconds") or 0.0
-        others = [finding for finding in others if (finding.value_of("lost_seconds") or 0.0) > spent]
+    if frequent:  # saves without an event may show as pauses of the same cost
+        unseen_seconds = (frequent[0].value_of("lost_seconds") or 0.0) - seen_seconds
+        low, high = (ratio * unseen_seconds for ratio in _LIKE_SAVES)
+        others = [finding for finding in others if not low <= (finding.value_of("lost_seconds") or 0.0) <= high]
     elif saves:
         others = [
             extended(finding, "The time that it saves a checkpoint is not part of that.") for finding in others
@@ -119,15 +123,24 @@ def _timed_steps(tables: RunTables, main: ProcessKey) -> tuple[pd.DataFrame, Flo
     return steps[np.isfinite(work)], work[np.isfinite(work)]
 
 
-def _frequent_saves(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> list[Finding]:
-    """Find the time in `torch.save` where most saves have no event, since another one came just before."""
+def _saved_ns(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
+    """Return how long each step was in `torch.save`: an event counts all files since the event before."""
+    spent = (max(event["time_ns"] - event["begun_ns"], event.get("saves_ns") or 0) for event in events)
+    return ns_in([{**event, "spent_ns": spent_ns} for event, spent_ns in zip(events, spent, strict=True)], steps)
+
+
+def _frequent_saves(tables: RunTables, steps: pd.DataFrame, seen_seconds: float, main: ProcessKey) -> list[Finding]:
+    """Find the time in `torch.save` of saves that follow each other within a second, at each step, say.
+
+    Then most have no event, and little of their time is `seen_seconds`: steps longer than usual that have one.
+    """
     times = floats(steps, "time_ns")
     # What the first event sums up may have been before.
     events = [e for e in tables.events_of("checkpoint", by=main) if times[0] < e["time_ns"] <= times[-1]][1:]
     n, spent_ns = (sum(event.get(name) or 0 for event in events) for name in ("saves_count", "saves_ns"))
-    if n < max(_MIN_PAUSES, 2 * len(events)):
-        return []
     seconds = spent_ns / SECOND_NS
+    if n < max(_MIN_PAUSES, 2 * len(events)) or seen_seconds >= _SEEN_RATIO * seconds:
+        return []
     loss = Loss.of(tables, seconds, n, (times[0], times[-1]))
     if loss.ratio < _LEAST_LOST:
         return []
@@ -453,10 +466,12 @@ def ns_in(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
     """Return how long each step spent in what these events record with its begin, shape `(steps,)`."""
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")
-    begun, ended = (np.array([event[name] for event in events], dtype=float) for name in ("begun_ns", "time_ns"))
+    begun = np.array([event["begun_ns"] for event in events], dtype=float)
+    spent = [event.get("spent_ns", event["time_ns"] - event["begun_ns"]) for event in events]
     at = np.searchsorted(ends, begun)
     is_inside = (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
-    return np.bincount(at[is_inside], weights=(ended - begun)[is_inside], minlength=len(steps)).astype(np.float64)
+    weights = np.array(spent, dtype=float)[is_inside]
+    return np.bincount(at[is_inside], weights=weights, minlength=len(steps)).astype(np.float64)
 
 
 def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> npt.NDArray[np.bool_]:

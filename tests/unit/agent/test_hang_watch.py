@@ -106,8 +106,17 @@ def test_stacks_are_taken_before_a_loader_times_out(training, batches_seconds, t
     assert len(training.taken) == SERIES_DUMPS
 
 
-def test_steps_that_take_as_long_as_the_timeout_of_the_loader_are_left_alone(training):
-    assert training.set_timeout(8).train(300, every=6).times[SERIES_DUMPS:] == []
+def test_steps_as_long_as_the_timeout_of_the_loader_have_stacks_taken_once(training):
+    times = training.set_timeout(8).train(300, every=6).times
+    assert len(times) > 0
+    assert max(times) < 12
+
+
+def test_stacks_at_the_timeout_replace_none_at_the_budget(training):
+    begin = training.set_timeout(8).train(60).now
+    training.wait(20)
+    starts = training.times[::SERIES_DUMPS]
+    assert [round(start - begin) for start in starts] == pytest.approx([4, 15], abs=1)
 
 
 def test_a_new_batch_ends_the_series_and_the_next_silence_begins_anew(training):

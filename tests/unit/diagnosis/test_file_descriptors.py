@@ -94,7 +94,7 @@ def test_worker_that_leaks_most_is_named_with_the_others_that_leak():
     sample_process(script, SECONDS, other, ROLE_WORKER, private=FLAT, rss=FLAT, worker=1, loader=0, **opened)
     (leak,) = (f for f in findings_of(script) if f.kind == "fd-leak")
     assert leak.locus.worker == 1
-    assert leak.summary.endswith("So does worker 0.")
+    assert leak.summary.endswith("Worker 0 leaks files, too.")
 
 
 def sweep(leaked):

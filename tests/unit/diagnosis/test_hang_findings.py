@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from ended_runs import end_run, end_training
 from hanging_trainings import OTHER_RANK, only, stacks, training, two_ranks
 from recorded_dumps import data, fields
 from simulated_runs import MAIN, START_SECONDS, ns, sample_process, start_training
@@ -50,26 +49,6 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert "Files.__getitem__, dataset.py:41" in finding.summary
     assert finding.since_step == 9
     assert advice in finding.advice[0].text
-
-
-@pytest.mark.parametrize("budgets", [0.2, 1.5])
-def test_line_of_the_worker_is_named_where_its_loader_timed_out(budgets):
-    """The timeout is shorter than any silence that is suspicious by itself, or longer."""
-    in_a_sample = process(WORKERS[1], IN_A_SAMPLE, LOCK)
-    script = stacks(training(timeout_seconds=50.0), WAITING, IDLE, in_a_sample, budgets=budgets)
-    error = {
-        "type": "RuntimeError",
-        "message": "DataLoader timed out after 50.0 seconds",
-        "site": "/home/me/train.py:20, in main",
-    }
-    script.event(START_SECONDS + 60, "exception", **error)
-    found = diagnose(end_run(end_training(script), 1).tables()).findings
-    hang, crash = (each for each in found if each.kind in ("hang", "crashed"))
-    assert (hang.severity, crash.severity) == ("critical", "critical")
-    assert "Worker 1 of loader 0 hangs: it is blocked on a lock" in hang.summary
-    assert crash.consequence_of == "hang"
-    assert crash.advice[0].text.startswith("Fix the hang first")
-    assert not any("timeout" in advice.text or "stacks" in advice.text for advice in (*hang.advice, *crash.advice))
 
 
 def test_a_hang_lasts_until_the_newest_sample_of_its_training():

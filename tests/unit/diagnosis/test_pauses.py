@@ -136,10 +136,11 @@ def test_samples_of_the_thread_show_whether_it_waits_in_its_pauses(channel, advi
     assert ("Its thread waits then" in pause.summary) == (channel is not None)
 
 
-def training_with_saves(saves, *, in_background=False, upload=0.0, cpu_ratio=None):
+def training_with_saves(saves, *, in_background=False, upload=0.0, cpu_ratio=None, files_count=1):
     """A training of 800 steps that saves a checkpoint at some steps, each for some seconds, and uploads it.
 
-    It computes for `cpu_ratio` of the time outside its phases, and waits while it saves.
+    It computes for `cpu_ratio` of the time outside its phases, and waits while it saves. Of a checkpoint of several
+    files, the first one has an event.
     """
 
     def consumer(generator, k):
@@ -154,8 +155,9 @@ def training_with_saves(saves, *, in_background=False, upload=0.0, cpu_ratio=Non
         )
     for k, step in enumerate(steps):
         if k in saves:
-            end = step["time_ns"] / 1e9 - 0.001
-            script.event(end, "checkpoint", begun_ns=round((end - saves[k]) * 1e9))
+            end = step["time_ns"] / 1e9 - 0.001 - saves[k] * (1 - 1 / files_count)
+            sums = {"saves_count": files_count, "saves_ns": round(saves[k] * 1e9)} if files_count > 1 else {}
+            script.event(end, "checkpoint", begun_ns=round((end - saves[k] / files_count) * 1e9), **sums)
     return loading_findings(script)
 
 
@@ -183,6 +185,16 @@ def test_saves_that_follow_each_other_within_a_second_are_named_with_all_their_t
     assert pause.value_of("lost_seconds") == pytest.approx(7.2)
     assert pause.severity == "warning"
     assert pause.advice[0].text.startswith("Save checkpoints less often")
+
+
+def test_checkpoints_of_two_files_are_counted_each_with_all_of_its_time():
+    """The second file follows within a second, so the next event has its time."""
+    saves = dict.fromkeys(range(25, 800, 25), 1.0)
+    script, found = training_with_saves(saves, upload=0.45, files_count=2)
+    assert sorted(severity for _, severity in script) == ["warning", "warning"]
+    rest = found["main-thread-pause"]  # the last of the two
+    assert rest.value_of("lost_seconds") == pytest.approx(0.45 * len(saves), rel=0.15)
+    assert "every 25 steps" in rest.summary.lower()
 
 
 def test_what_follows_each_checkpoint_is_a_pause_of_its_own():
