@@ -98,7 +98,7 @@ class _Pace:
 
     @property
     def is_silent(self) -> bool:
-        """Whether stacks were taken in the silence that lasts."""
+        """True if stacks were taken in the silence that lasts."""
         return self.series_count > 0 or self.has_timeout_series
 
 
