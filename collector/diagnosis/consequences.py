@@ -16,6 +16,7 @@ from collector.diagnosis.deaths.catalogue import (
     FIX_LEAK,
     KILLED,
     READ_STACKS,
+    SEE_LINE,
     TIMED_OUT,
     WORKER_KILLED,
 )
@@ -88,7 +89,7 @@ def _unless_consequence(finding: Finding, findings: list[Finding]) -> Finding | 
     if finding.kind == "killed" and finding.severity != "info" and _hung(findings, finding):
         return replace(finding, advice=(FIX_HANG, *finding.advice), consequence_of="hang")
     if READ_STACKS in finding.advice and any(_hangs_on(finding.locus.host, findings)):
-        fix, cause = (FIX_HANG, "hang") if _hung(findings, finding) else (EXPLAIN_SILENCE, None)
+        fix, cause = (FIX_HANG, "hang") if _hung(findings, finding) else (SEE_LINE, None)
         rest = (advice for advice in finding.advice if advice != READ_STACKS)
         return replace(finding, advice=(fix, *rest), consequence_of=cause)
     if finding.advice == TIMED_OUT.advice and any(_hangs_on(finding.locus.host, findings)):

@@ -78,6 +78,11 @@ READ_STACKS = Advice(
     text="Run `tidegauge stacks` while the training waits, with a longer timeout",
     expected="it names the awaited worker, and the line that it executes",
 )
+#: The same where they show a worker that may merely be slow.
+SEE_LINE = Advice(
+    text="Look at the hang finding first: it names the line at which the awaited worker stood",
+    expected="that line is what made the batch late",
+)
 FIX_HANG = Advice(
     text="Fix the hang first: the training made no progress before its end",
     expected="the training goes on",

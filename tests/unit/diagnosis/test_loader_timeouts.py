@@ -53,4 +53,4 @@ def test_worker_that_computes_until_its_loader_times_out_is_not_called_stuck():
     assert (crash.kind, hang.severity) == ("crashed", "info")
     assert "may hang: it is computing in Files.__getitem__, dataset.py:41" in hang.summary
     assert hang.advice[0].text.startswith("Raise the loader's `timeout`")
-    assert crash.advice[0].text.startswith("Look at the hang finding first")
+    assert crash.advice[0].text.startswith("Look at the hang finding first: it names the line")
