@@ -19,16 +19,29 @@ from tests.recorded_runs import unpack
 from tidegauge.kinds import KINDS
 
 PICTURES = ROOT / "docs" / "findings"
+#: Kinds of finding with a recorded run of the same name.
+_NAMED_ALIKE = (
+    "workers-too-slow",
+    "slow-worker",
+    "straggler-samples",
+    "inline-loading",
+    "collate-bound",
+    "sampler-bound",
+    "copy-bound",
+    "worker-startup",
+    "epoch-refill",
+    "shard-skew",
+    "main-thread-pause",
+    "rank-straggler",
+    "fd-leak",
+    "shm-leak",
+    "gpu-fragmentation",
+    "worker-killed",
+    "killed",
+    "cuda-oom",
+)
 #: Kind of finding -> the recorded run in which it is the first finding of its page.
-RUNS = {
-    **{
-        kind: kind
-        for kind in (
-            *("workers-too-slow", "slow-worker", "straggler-samples", "inline-loading", "collate-bound"),
-            *("sampler-bound", "copy-bound", "worker-startup", "epoch-refill", "shard-skew", "main-thread-pause"),
-            *("rank-straggler", "fd-leak", "shm-leak", "gpu-fragmentation", "worker-killed", "killed", "cuda-oom"),
-        )
-    },
+RUNS = dict(zip(_NAMED_ALIKE, _NAMED_ALIKE, strict=True)) | {
     "copy-on-read-growth": "copy-on-read",
     "main-heap-leak": "loss-list",
     "worker-heap-leak": "worker-cache",
@@ -66,11 +79,13 @@ def photograph(kinds: list[str], home: Path) -> None:
             clip = FloatRect(x=30, y=top + 2, width=width - 60, height=min(bottom - top + 44, MOST_PIXELS))
             pixels = cv2.imdecode(np.frombuffer(page.screenshot(clip=clip), np.uint8), cv2.IMREAD_COLOR)
             page.close()
-            PICTURES.mkdir(exist_ok=True)
             cv2.imwrite(str(PICTURES / f"{kind}.webp"), pixels, [cv2.IMWRITE_WEBP_QUALITY, 60])
             click.echo(f"wrote {kind}.webp")
 
 
 if __name__ == "__main__":
+    chosen = sys.argv[1:] or [*RUNS]
+    if unknown := set(chosen) - RUNS.keys():
+        sys.exit(f"no recorded run of {', '.join(sorted(unknown))}: add it to RUNS in scripts/finding_pictures.py")
     with tempfile.TemporaryDirectory() as scratch:
-        photograph(sys.argv[1:] or [*RUNS], Path(scratch))
+        photograph(chosen, Path(scratch))

@@ -213,7 +213,7 @@ VIEW = View(
     rows=(
         (FINDINGS,),
         (Panel("Limits", _limit_table),),
-        (Panel("Open files that run out", _files_first),),
+        (Panel("Open files", _files_first),),
         (Panel("GPU memory", lambda moment: first_gpus(moment, gpu_usage, NO_GPU)),),
         (Panel("Memory of further GPUs", lambda moment: further_gpus(moment, gpu_usage), turn=1),),
         (Panel("GPU memory in numbers", _gpus_in_numbers, turn=1),),

@@ -85,7 +85,7 @@ class Overhead(TypedDict):
 
 
 class LastState(TypedDict):
-    """A process in the last minute of a run that died: the memory it held, and its progress."""
+    """A process in its last minute, in a run that died: the memory it held, and its progress."""
 
     host: str
     pid: int
