@@ -97,11 +97,11 @@ class Outlets:
 
     def begin(self, run: Run) -> Counts | None:
         """Report on this run from now on; return the counts, which the ingest has to update."""
+        self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
         with suppress(OSError, ValueError):
             self._name = str(read_manifest(run.path)["name"])
         if self._is_regular:
             self.counts = Counts(run)
-        self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self.investigates else None
         self.before_oom.begin(run, self._name)
         self._settings.begin(run)

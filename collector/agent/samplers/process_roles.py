@@ -54,14 +54,18 @@ class ProcessRoles:
             boot_offset_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
         self._boot_offset_ns = boot_offset_ns
         self._with_device: set[LocalProcess] = set()
+        self._mains: set[LocalProcess] = set()
         self._roles: dict[LocalProcess, Role] = {}
         self._detached: set[LocalProcess] = set()
         self._exits_ns: dict[LocalProcess, int] = {}
 
     @property
     def recording_pids(self) -> set[int]:
-        """Processes that record PyTorch's allocator at each step; others do so at an error alone."""
-        return {key.pid for key in self._with_device if self._roles.get(key, UNKNOWN).role == ROLE_MAIN}
+        """Processes that record PyTorch's allocator at each step; others do so at an error alone.
+
+        The driver may still hold memory of one that has ended, so they are not forgotten.
+        """
+        return {key.pid for key in self._with_device & self._mains}
 
     def __iter__(self) -> Iterator[LocalProcess]:
         return iter(self._roles)
@@ -96,11 +100,13 @@ class ProcessRoles:
             return
         kind, rank, process = event.get("kind"), event.get("rank"), LocalProcess.of(event)
         if kind == "process-start":
+            self._mains.add(process)
             self._roles.setdefault(process, Role(role=ROLE_MAIN, rank=rank))
         elif kind == "process-exit":
             self._exits_ns[process] = event["time_ns"]
             if event.get("detached"):
                 self._detached.add(process)
+                self._mains.discard(process)
                 self.forget(process)
         elif kind == "cuda-device":
             self._with_device.add(process)

@@ -137,7 +137,7 @@ def find_left_running(run_dir: str, since_ticks: int) -> list[LocalProcess]:
         stat = procfs.read_stat(procfs.PROC, pid)
         if stat is None or stat.has_ended or stat.start_ticks < since_ticks:
             continue
-        if variable in b"\0" + (procfs.read_file(f"/proc/{pid}/environ") or b"") + b"\0":
+        if variable in b"\0" + (procfs.read_file(f"{procfs.PROC}/{pid}/environ") or b"") + b"\0":
             keys.append(LocalProcess(pid, stat.start_ticks))
     return keys
 

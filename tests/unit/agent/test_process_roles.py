@@ -46,6 +46,18 @@ def test_only_a_training_process_records_the_allocator_at_each_step():
     assert known.recording_pids == {11}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_training_process_that_has_ended_recorded_the_memory_that_the_driver_still_shows(order):
+    known = roster()
+    for kind in ("process-start", "cuda-device")[::order]:
+        known.learn(event(kind, 11))
+    known.forget(LocalProcess(11, 5))
+
+    assert known.recording_pids == {11}
+    known.learn(event("process-exit", 11, detached=True))
+    assert known.recording_pids == set(), "it goes on, and records no more"
+
+
 def test_a_worker_is_known_by_the_pid_that_dataloader_reports():
     known = roster({20: 900, 21: 901})
     known.learn(event("epoch-start", rank=1, loader=2, epoch=0, worker_pids=[20, 21]))

@@ -138,7 +138,7 @@ def setting_of(loader: Any) -> Setting:
 
 def _configuration(loader: Any) -> dict[str, Any]:
     num_workers, prefetch_factor = setting_of(loader)
-    sampler = _sampler_in_use(loader)
+    sampler, timeout = _sampler_in_use(loader), getattr(loader, "timeout", None)
     return {
         "num_workers": num_workers,
         "prefetch_factor": prefetch_factor,
@@ -146,7 +146,7 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "pin_memory": bool(getattr(loader, "pin_memory", False)),
         "persistent_workers": bool(getattr(loader, "persistent_workers", False)),
         "in_order": getattr(loader, "in_order", True),
-        "timeout_seconds": getattr(loader, "timeout", None) or None,
+        "timeout_seconds": float(timeout) if timeout else None,
         "start_method": start_method_of(loader),
         "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
