@@ -32,22 +32,23 @@ _OF_CRASH = {
 }
 #: Check -> the rules (`verdict.diagnose`) without which it cannot be made.
 _RULES = {
-    "how the run ended": ("deaths", "hangs"),
+    "how the run ended": ("deaths", "hangs", "hangs without hooks"),
     "host memory": ("risk",),
     "training process's memory": ("leaks", "processes"),
     "workers' memory": ("leaks",),
     "open files": ("descriptors",),
     "/dev/shm": ("shared memory",),
     "GPU memory": ("device growth", "device risk"),
-    "data loading": ("stalls",),
+    "data loading": ("stalls", "caught errors"),
     "pauses of the training": ("pauses",),
     "ranks": ("ranks",),
     "records": ("trust",),
 }
 #: Checks that read what the hooks record.
 _OF_HOOKS = ("workers' memory", "data loading", "pauses of the training")
-#: Evidence that a rule failed; the rule is its window.
+#: Evidence that a rule failed: its error, and its name.
 RULE_ERROR = "rule_error"
+FAILED_RULE = "failed_rule"
 _LEAST_READINGS = 2
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
@@ -64,7 +65,7 @@ def _check(tables: RunTables, name: str, findings: Sequence[Finding]) -> Check:
     obstacle = _CHECKS[name](tables)
     if obstacle and name in _OF_HOOKS and life.watched and not life.mains:
         obstacle = "watched from outside"
-    failed = {item.window for finding in findings for item in finding.evidence if item.name == RULE_ERROR}
+    failed = {item.value for finding in findings for item in finding.evidence if item.name == FAILED_RULE}
     if not failed.isdisjoint(_RULES[name]):
         obstacle = "its rule failed"
     found = [finding for finding in findings if name in _failed_by(finding)]

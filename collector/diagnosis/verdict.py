@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from collector.diagnosis.checks import RULE_ERROR, checks_of
+from collector.diagnosis.checks import FAILED_RULE, RULE_ERROR, checks_of
 from collector.diagnosis.consequences import rises_bytes, without_consequences
 from collector.diagnosis.deaths.deaths import find_deaths
 from collector.diagnosis.ending import Ending, ending_of
@@ -58,7 +58,8 @@ class Verdict:
         batches: batches yielded in all training processes.
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
         summary: peak, throughput, data_wait_ratio and overhead, None where not measured. If the run died,
-            last_minute has what each process held and did (`last_states`), without earlier_workers_count workers.
+            last_minute has what each process held and did (`last_states`), training processes that had ended before
+            included, without earlier_workers_count workers.
         ending: how the run died, None if it goes on or ended normally.
         awaited: stacks behind findings on waiting, in the order of the findings, where they were sampled.
     """
@@ -190,4 +191,5 @@ def _guarded(name: str, rule: Callable[..., list[Finding]], *arguments: object) 
         return rule(*arguments)
     except Exception as error:  # noqa: BLE001
         summary = f"The rule {name!r} failed on this run and has no verdict: {type(error).__name__}: {error}"
-        return [cannot_tell(summary, fact(RULE_ERROR, repr(error)[:300], name))]
+        evidence = (fact(RULE_ERROR, repr(error)[:300], "run"), fact(FAILED_RULE, name, "run"))
+        return [cannot_tell(summary, *evidence)]

@@ -311,11 +311,17 @@ def _happenings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
 def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     """Yield memory, its change and the last activity of the largest processes of a run that died, training first.
 
-    Resident memory is only a bound of what a process holds, so it comes after what was read.
+    Those that had ended before the last minute come after the others of their role. Resident memory is only a bound
+    of what a process holds, so it comes after what was read.
     """
     states = sorted(
         verdict.summary["last_minute"],
-        key=lambda state: (state["role"] != "main", state["pss_bytes"] is None, -(state["held_bytes"] or 0)),
+        key=lambda state: (
+            state["role"] != "main",
+            (state["seconds"] or 0.0) < -LAST_MINUTE_SECONDS,
+            state["pss_bytes"] is None,
+            -(state["held_bytes"] or 0),
+        ),
     )
     if not states:
         return

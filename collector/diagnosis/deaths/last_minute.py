@@ -154,8 +154,8 @@ def _progress(
     times = {name: last(floats(records[name], "time_ns")) for name in _NEXT_PHASES if len(records[name])}
     framework_phases = [str(event["phase"]) for event in tables.events_of("phase", by=key)]
     newest_stream = max(times, key=times.__getitem__, default="")
-    is_open = newest_stream == "step" and "batch" not in times
-    phase = _PHASE_WITHOUT_BATCHES if is_open else _NEXT_PHASES.get(newest_stream)
+    is_step_without_loader = newest_stream == "step" and "batch" not in times
+    phase = _PHASE_WITHOUT_BATCHES if is_step_without_loader else _NEXT_PHASES.get(newest_stream)
     if framework_phases and framework_phases[-1] != "train":  # the framework knows better
         phase = framework_phases[-1]
     return last(floats(records["step"], "step")), last(floats(batches, "index")), phase

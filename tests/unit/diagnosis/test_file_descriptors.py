@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, sample_host, sample_process, simulate
 
-from collector.diagnosis import verdict
+from collector.diagnosis import checks, verdict
 from collector.diagnosis.memory.file_descriptors import find_descriptors
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -197,6 +197,18 @@ def test_check_whose_rule_failed_is_not_fine(monkeypatch):
     monkeypatch.setattr(verdict, "find_descriptors", lambda _: 1 / 0)
     [check] = [one for one in diagnose(training().tables()).checks if one.name == "open files"]
     assert (check.status, check.reason) == ("not judged", "its rule failed")
+
+
+def test_each_rule_belongs_to_a_check_that_is_not_fine_without_it(monkeypatch):
+    names = set()
+
+    def guarded(name, rule, *arguments):
+        names.add(name)
+        return rule(*arguments)
+
+    monkeypatch.setattr(verdict, "_guarded", guarded)
+    diagnose(training().tables())
+    assert names == {name for rules in checks._RULES.values() for name in rules}
 
 
 def test_descriptors_of_living_workers_are_no_leak():

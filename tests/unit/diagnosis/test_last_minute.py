@@ -142,6 +142,22 @@ def test_training_that_ended_minutes_before_the_others_has_its_last_memory():
     assert "last seen 1 min 40 s before the end" in stream.getvalue()
 
 
+def test_the_process_that_died_stays_on_the_card_of_many_earlier_trainings():
+    script = killed_training()
+    seconds = [START_SECONDS + second for second in range(20)]
+    for pid in range(801, 807):
+        start_training(script, key=("node", pid, 2000), rank=None)
+        sample_process(
+            script, seconds, ("node", pid, 2000), ROLE_MAIN, private=[900 * MIB] * 20, rss=[900 * MIB] * 20
+        )
+    stream = io.StringIO()
+    verdict = diagnose(script.tables())
+    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", command=in_words))
+    processes = [line for line in stream.getvalue().splitlines() if "training" in line and "MiB" in line]
+    assert "200 MiB" in processes[0]
+    assert "900 MiB" in processes[1]
+
+
 def test_phase_of_a_step_is_open_where_no_loader_says_when_it_begins():
     script = killed_training()
     del script.parts["batch"]
