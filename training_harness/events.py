@@ -321,9 +321,13 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "checkpoint": _event(
         _TRAINING,
-        "`torch.save` returned; at most one event per second, after 1,000 of them in 10 s",
+        "`torch.save` returned; at most one event per second; after 1,000 events, one per 10 s",
         Field("begun_ns", "int", "CLOCK_MONOTONIC at its begin"),
-        Field("saves_count", "int", "saves in the main thread since the event before, this one among them"),
+        Field(
+            "saves_count",
+            "int",
+            "saves in the main thread since its event before, including this one; null for another thread",
+        ),
         Field("saves_ns", "int", "time of these"),
     ),
     "compilation": _event(

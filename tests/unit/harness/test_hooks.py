@@ -64,6 +64,13 @@ def test_registry_of_many_different_loaders_is_bounded(steps):
     assert len(register._same_settings) < 300
 
 
+def test_loader_with_a_timeout_of_numpy_is_described(steps):
+    LoaderRegistry(session.active).info(DataLoader(range(4), num_workers=1, timeout=np.int64(30)))
+    (events,) = (session.active.run_dir / "events").iterdir()
+    (event,) = (json.loads(line) for line in events.read_text().splitlines() if '"loader"' in line)
+    assert event["timeout_seconds"] == 30
+
+
 def test_loader_is_named_by_its_own_statement_of_a_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -144,6 +151,11 @@ class Optimizer:
     pass
 
 
+def checkpoints_of(run_dir):
+    (events,) = (run_dir / "events").iterdir()
+    return [json.loads(line) for line in events.read_text().splitlines() if '"checkpoint"' in line]
+
+
 def test_files_that_are_saved_together_are_one_checkpoint_and_stay_the_same(steps, tmp_path):
     plain, state = io.BytesIO(), {"weight": torch.arange(4.0)}
     torch.save(state, plain)
@@ -158,10 +170,28 @@ def test_files_that_are_saved_together_are_one_checkpoint_and_stay_the_same(step
         hook.remove()
     assert torch.save is torch.serialization.save is original
     assert hooked.getvalue() == plain.getvalue()
-    (events,) = (session.active.run_dir / "events").iterdir()
-    (event,) = (json.loads(line) for line in events.read_text().splitlines() if '"checkpoint"' in line)
+    (event,) = checkpoints_of(session.active.run_dir)
     assert event["saves_count"] == 1, "the next event sums up the second file"
     assert 0 < event["saves_ns"] <= event["time_ns"] - event["begun_ns"]
+
+
+def test_checkpoint_sums_up_the_saves_of_the_main_thread_since_its_last_event(steps, monkeypatch):
+    def save_later(seconds):
+        now_ns = time.monotonic_ns() + seconds * 10**9
+        monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic_ns=lambda: now_ns))
+        torch.save({}, io.BytesIO())
+
+    hook = checkpoints.install()
+    try:
+        save_later(0)
+        save_later(0)  # a second file, without an event
+        thread = threading.Thread(target=save_later, args=(10,))
+        thread.start()
+        thread.join()
+        save_later(20)
+    finally:
+        hook.remove()
+    assert [event["saves_count"] for event in checkpoints_of(session.active.run_dir)] == [1, None, 2]
 
 
 @pytest.fixture

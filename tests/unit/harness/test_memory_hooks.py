@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,8 @@ from training_harness.hooks.on_request.snapshots import compact
 from training_harness.hooks.training.cuda_oom import OomHook, install, is_out_of_memory
 from training_harness.hooks.training.devices import DeviceGauges, gauges
 from training_harness.hooks.training.step_phases import Progress
-from training_harness.records import DEVICE_MEMORY, MISSING_INT64
+from training_harness.hooks.training.steps import StepHook
+from training_harness.records import DEVICE_MEMORY, HOST_DEVICE, MISSING_INT64
 
 NAMES = [column.name for column in DEVICE_MEMORY.columns[3:]]
 STATE = allocator_state()
@@ -285,6 +287,22 @@ def test_caught_oom_is_recorded_with_figures_of_its_moment(out_of_memory, monkey
     sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("CUDA out of memory."), None)
     assert world.events("cuda-oom")[-1]["is_snapshot_later"], "the last error has one in any case"
     assert world.progress.requests.due_ns > time.monotonic_ns() - POLL_EVERY_NS
+
+
+def test_oom_records_the_optimizers_of_its_moment(out_of_memory):
+    """A GPU's gradients are not there without one: those of the host show that they are read."""
+    world, recorded = out_of_memory, []
+    weight = torch.nn.Parameter(torch.zeros(256))
+    optimizer = torch.optim.SGD([weight])
+    steps = StepHook(world.progress)
+    world.current.optimizer = lambda time_ns, *sizes: recorded.append(sizes)
+    steps.on_step_begin(time.monotonic_ns(), threading.get_ident(), weakref.ref(optimizer))
+    steps.on_step_end(time.monotonic_ns(), weakref.ref(optimizer))
+    recorded.clear()
+    weight.grad = torch.zeros(256)
+    world.hook.cuda_is_ready()
+    world.observers[0](0, ASKED, LIMIT, FREE)
+    assert recorded == [(HOST_DEVICE, 1024, 0)]
 
 
 def test_fatal_oom_is_recorded_with_its_message_and_a_snapshot(out_of_memory):

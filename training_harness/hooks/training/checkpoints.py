@@ -21,28 +21,31 @@ _EVERY_LATER_NS, _LATER = 10**10, 1000
 
 
 class _Saves:
-    """The saves of this process: notes those that begin a new checkpoint, and sums up all."""
+    """The saves of this process: notes those that begin a new checkpoint, and sums up those of the main thread."""
 
     def __init__(self) -> None:
         self._due_ns = 0
         self._events_count = 0
-        self._saves_count = self._saves_ns = 0  # in the main thread, since the last event
+        self._saves_count = self._saves_ns = 0  # in the main thread, since its last event
 
     def note(self, begun_ns: int) -> None:
         """Record a save that ends now."""
         current, now_ns = session.active, time.monotonic_ns()
         if current is None or is_worker():
             return
-        if threading.current_thread() is threading.main_thread():
+        in_main_thread = threading.get_ident() == threading.main_thread().ident
+        if in_main_thread:
             self._saves_count += 1
             self._saves_ns += now_ns - begun_ns
         if begun_ns < self._due_ns:
             return
         self._events_count += 1
         self._due_ns = now_ns + (_EVERY_NS if self._events_count < _LATER else _EVERY_LATER_NS)
-        sums = {"saves_count": self._saves_count, "saves_ns": self._saves_ns}
+        sums: dict[str, int | None] = {"saves_count": None, "saves_ns": None}
+        if in_main_thread:
+            sums = {"saves_count": self._saves_count, "saves_ns": self._saves_ns}
+            self._saves_count = self._saves_ns = 0
         current.events.append("checkpoint", begun_ns=begun_ns, **sums)
-        self._saves_count = self._saves_ns = 0
 
 
 def install() -> Hook:

@@ -45,7 +45,10 @@ class OptimizerGauge:
         self._stepping.add(key)
 
     def record(self, current: session.Session) -> None:
-        """Write one record for each device that holds such memory; called after a step or at an error of memory."""
+        """Write one record for each device that holds such memory.
+
+        It is called after a step or at a CUDA out-of-memory error.
+        """
         begun_cpu_ns, torch = time.thread_time_ns(), sys.modules["torch"]
         living = {key: found for key, optimizer in self._optimizers.items() if (found := optimizer()) is not None}
         self._optimizers = {key: self._optimizers[key] for key in living}
