@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,6 +77,18 @@ class CudaError:
             loader=loader,
             worker=worker,
         )
+
+
+class OptimizerRise(NamedTuple):
+    """A rise of what tensors hold from one begin of the optimizer to the next, in bytes; NaN if not known.
+
+    Attributes:
+        rise: the rise up to the step of an error.
+        usual: the largest one before it.
+    """
+
+    rise: float = math.nan
+    usual: float = math.nan
 
 
 def cuda_errors(tables: RunTables) -> list[CudaError]:
@@ -165,24 +178,41 @@ def device_peaks(tables: RunTables, error: CudaError, records: list[Allocator]) 
     return peaks.pop(error.device, np.nan), peak(np.array([*peaks.values()]))
 
 
-def kept_until_optimizer(
-    tables: RunTables, error: CudaError, own: Allocator, before: Allocator
-) -> tuple[float, float]:
-    """Return how much more tensors held when the optimizer began than at the step before, and at most before that.
+def rise_at_optimizer(tables: RunTables, error: CudaError, own: Allocator, before: Allocator) -> OptimizerRise:
+    """Return how much more tensors held when the optimizer began than when it began in the step before.
 
-    Gradients and state of the optimizers are left out: layers that train from this step on have new ones. `own` has
-    the records until the error, `before` those until the last step. NaN if not known.
+    New gradients are left out: layers that train from this step on have some.
+
+    Args:
+        tables: the run.
+        error: an error in the optimizer's step.
+        own: the allocator's records until the error.
+        before: those of them until the last step ended.
     """
+    before = replace(before, rows=without_errors(before.rows))
     levels = before.column("allocated_bytes")
     if not len(levels):
-        return np.nan, np.nan
+        return OptimizerRise()
+    rise = floats(without_errors(own.rows), "allocated_bytes")[-1] - levels[-1]
+    usual = peak(np.diff(levels)[1:])  # the first rise is the state of the optimizer
+    return OptimizerRise(float(rise) - _new_gradients_bytes(tables, error, before), usual)
+
+
+def _new_gradients_bytes(tables: RunTables, error: CudaError, before: Allocator) -> float:
+    """Return a lower bound of the gradients at an error that the step before did not have, 0 if not known.
+
+    The last reading of the optimizers may be some steps old. Gradients that came since then, but before the last
+    step, have raised the level of tensors by that step.
+    """
     rows = written(tables, "optimizer", error.key)
     rows = rows[floats(rows, "device") == error.device]
-    held, times = floats(rows, "gradients_bytes") + floats(rows, "state_bytes"), floats(rows, "time_ns")
-    last, at = held[times <= before.seconds[-1] * SECOND_NS], held[times >= error.at_ns]
-    of_optimizers = at[0] - last[-1] if len(last) and len(at) else 0.0
-    rise = floats(without_errors(own.rows), "allocated_bytes")[-1] - levels[-1] - of_optimizers
-    return float(rise), peak(np.diff(levels)[1:])  # the first rise is the state of the optimizer
+    gradients, seconds = floats(rows, "gradients_bytes"), floats(rows, "time_ns") / SECOND_NS
+    earlier, later = seconds <= before.seconds[-1], seconds >= error.at_ns / SECOND_NS
+    if not (earlier.any() and later.any()):
+        return 0.0
+    level_then = before.at(seconds[earlier][-1:], "allocated_bytes")[0]
+    risen_since = np.maximum(0.0, before.column("allocated_bytes")[-1] - level_then)
+    return float(np.fmax(0.0, gradients[later][0] - gradients[earlier][-1] - risen_since))
 
 
 def _recorded_figures(tables: RunTables, allocator: Allocator, at_ns: float) -> dict[str, float]:

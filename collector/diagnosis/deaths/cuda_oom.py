@@ -13,10 +13,11 @@ from collector.diagnosis.deaths.cuda_errors import (
     ALLOCATED_PEAK,
     TOTAL,
     CudaError,
+    OptimizerRise,
     cuda_errors,
     device_peaks,
     figures_at,
-    kept_until_optimizer,
+    rise_at_optimizer,
 )
 from collector.diagnosis.loading.loaders import joined_batches
 from collector.diagnosis.memory.gpu_memory import more_tensors, step_peak_of, tensors_of
@@ -36,7 +37,6 @@ _MESSAGE_CHARACTERS = 500
 _LEAST_GAIN_RATIO = 0.01
 #: A step that takes this many times what any before it took is unusual; where sizes vary, many are the largest yet.
 _UNUSUAL_RATIO = 2.0
-_UNKNOWN = math.nan, math.nan
 #: Memory of others that is named if it is as large as the request -> who holds it.
 _OTHERS = {"run_processes_bytes": "The run's other processes", "other_processes_bytes": "Processes outside the run"}
 #: Advice; `{room}` is the memory that becomes usable.
@@ -157,8 +157,7 @@ class _Scene:
         phase: phase of the framework, None if it recorded none.
         is_first: True if the process had no whole step before it.
         in_optimizer: True if the optimizer's step had begun.
-        kept: how much more tensors held when the optimizer began than at the step before, and at most in steps
-            before it; NaN if not known.
+        at_optimizer: the rise of tensors from the begin of the last optimizer to that of this one.
         device_peaks: what tensors took at most before it on this device, and on the fullest other one of a
             DataParallel; NaN without one.
         in_evaluation: True if the process never went backward, or its last batches are of a loader whose batches no
@@ -178,7 +177,7 @@ class _Scene:
     phase: str | None
     is_first: bool
     in_optimizer: bool
-    kept: tuple[float, float]
+    at_optimizer: OptimizerRise
     device_peaks: tuple[float, float]
     in_evaluation: bool
     begins_loader: bool
@@ -220,7 +219,7 @@ class _Scene:
     @property
     def kept_bytes(self) -> float:
         """Rise of tensors from the last optimizer to this one, if that is far more than usual; else NaN."""
-        rise, usual = self.kept
+        rise, usual = self.at_optimizer
         return rise if rise > max(_UNUSUAL_RATIO * usual, _LEAST_GAIN_RATIO * self.of("limit_bytes")) else math.nan
 
     @property
@@ -314,7 +313,9 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
         phase=str(phases[-1]["phase"]) if phases else None,
         is_first=error.slot is None and not len(steps_ns),
         in_optimizer=in_optimizer,
-        kept=kept_until_optimizer(tables, error, own, before) if own and before and in_optimizer else _UNKNOWN,
+        at_optimizer=rise_at_optimizer(tables, error, own, before)
+        if own and before and in_optimizer
+        else OptimizerRise(),
         device_peaks=device_peaks(tables, error, [a.before(at_ns) for a in records if a.key == key]),
         in_evaluation=(len(steps) > 0 and not trains) or (counts[-1] > 1 and is_of_new_loader),
         begins_loader=counts[-1] == 1 and is_of_new_loader,

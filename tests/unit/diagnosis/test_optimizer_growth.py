@@ -45,25 +45,38 @@ def test_leak_beside_a_growing_optimizer_is_found_with_its_own_rate():
     assert leak.rate.value == pytest.approx(5 * MIB, rel=0.1)
 
 
-@pytest.mark.parametrize("trains_more", [False, True])
-def test_gradients_of_layers_that_train_from_the_error_on_are_no_copy(trains_more):
+@pytest.mark.parametrize(
+    ("new_gradients", "new_state", "risen_before", "is_copy"),
+    [
+        (0, 0, 0, True),
+        (300, 0, 0, False),
+        (0, 300, 0, True),  # state of the step that failed is no part of the level before it
+        (100, 0, 100, True),  # these gradients came between the reading and the last step
+    ],
+)
+def test_gradients_of_layers_that_train_from_the_error_on_are_no_copy(
+    new_gradients, new_state, risen_before, is_copy
+):
     run = recorded("out-of-memory")
     [error] = run.events_of("cuda-oom")
     last = int(run.streams["step"]["step"].max())
     run = only_rows(run, "step", lambda rows: rows["step"] < last)
     failed = with_changed_event(only_rows(run, "batch", lambda rows: rows["index"] <= last), "cuda-oom", step=last)
-    failed = with_allocator(
-        failed, allocated_bytes=lambda rows: rows["allocated_bytes"] + (rows["step"] == last) * 300 * MIB
-    )
+
+    def risen(rows):
+        risen_mib = (rows["step"] == last) * 300 + (rows["step"] >= last - 1) * risen_before
+        return rows["allocated_bytes"] + risen_mib * MIB
+
     readings = (
         run.streams["step"]
         .tail(2)[["time_ns", "host", "pid", "start_ticks", "rank"]]
         .assign(
             time_ns=[run.streams["step"]["time_ns"].iloc[-2], error["error_time_ns"]],
             device=0,
-            gradients_bytes=[40 * MIB, (40 + 300 * trains_more) * MIB],
-            state_bytes=80 * MIB,
+            gradients_bytes=[40 * MIB, (40 + new_gradients) * MIB],
+            state_bytes=[80 * MIB, (80 + new_state) * MIB],
         )
     )
+    failed = with_allocator(failed, allocated_bytes=risen)
     (found,) = find_cuda_ooms(replace(failed, streams={**failed.streams, "optimizer": readings}))
-    assert ("Let go of what was made since the step before" in found.advice[0].text) == (not trains_more)
+    assert ("Let go of what was made since the step before" in found.advice[0].text) == is_copy
