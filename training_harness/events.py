@@ -323,11 +323,7 @@ EVENTS: dict[EventKind, Event] = {
         _TRAINING,
         "`torch.save` returned; at most one event per second; after 1,000 events, one per 10 s",
         Field("begun_ns", "int", "CLOCK_MONOTONIC at its begin"),
-        Field(
-            "saves_count",
-            "int",
-            "saves in the main thread since its event before, including this one; null for another thread",
-        ),
+        Field("saves_count", "int", "saves in the main thread since its last event; null in another thread"),
         Field("saves_ns", "int", "time of these"),
     ),
     "compilation": _event(
