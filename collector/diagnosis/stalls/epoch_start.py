@@ -186,8 +186,10 @@ def worker_startup(starts: EpochStarts) -> Finding:
         first = f", {duration(warming)} of it for what the first sample of a new worker takes longer"
         measured["first_fetch_seconds"] = starts.mean("first_fetch")
     again = "Set persistent_workers=True"
-    if starts.loop.setting.get("persistent_workers"):
+    does = f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch"
+    if starts.loop.setting.get("persistent_workers"):  # those of a DataLoader that is kept do not end
         again = "Make the DataLoader once, not in each epoch"
+        does = f"Starting new workers of loader {starts.loop.loader} in each epoch"
     elif is_made_again(starts.loop):
         again += MAKE_ONCE
     once = f"the workers start once: about {startup} less per epoch"
@@ -196,8 +198,7 @@ def worker_startup(starts: EpochStarts) -> Finding:
         advice = (_keep_iterator(f"{once}, and the batches that were made ahead are used"), *advice)
     return Finding(
         kind="worker-startup",
-        summary=f"Ending the workers of loader {starts.loop.loader} and starting them again for each epoch costs "
-        f"{percent(starts.loss.ratio)} of the run: {startup} for each of "
+        summary=f"{does} costs {percent(starts.loss.ratio)} of the run: {startup} for each of "
         f"{counted(len(starts.passes), 'epoch')} after the first "
         f"({starts.batches_words} each){first}, {duration(starts.loss.seconds)} in all.",
         evidence=starts.loss.evidence(**measured),

@@ -294,8 +294,9 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     (advice,) = loading_findings(made_again)[1]["worker-startup"].advice
     assert advice.text == "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
     next(event for event in made_again.events if event["kind"] == "loader")["persistent_workers"] = True
-    (advice,) = loading_findings(made_again)[1]["worker-startup"].advice
-    assert advice.text == "Make the DataLoader once, not in each epoch"
+    started = loading_findings(made_again)[1]["worker-startup"]
+    assert [advice.text for advice in started.advice] == ["Make the DataLoader once, not in each epoch"]
+    assert started.summary.startswith("Starting new workers of loader 0 in each epoch costs")
     kinds, found = loading_findings(simulate(**run))
     assert kinds == [("worker-startup", "info")]
     assert "a longer run pays no more" in found["worker-startup"].summary
