@@ -135,8 +135,10 @@ def _frequent_saves(tables: RunTables, steps: pd.DataFrame, seen_seconds: float,
     Then most have no event, and little of their time is `seen_seconds`: steps longer than usual that have one.
     """
     times = floats(steps, "time_ns")
+    events = tables.events_of("checkpoint", by=main)
+    in_steps = _steps_of(events, steps)[1]  # those between epochs are not a step's
     # What the first event sums up may have been before.
-    events = [e for e in tables.events_of("checkpoint", by=main) if times[0] < e["time_ns"] <= times[-1]][1:]
+    events = [event for event, is_in in zip(events, in_steps, strict=True) if is_in][1:]
     n, spent_ns = (sum(event.get(name) or 0 for event in events) for name in ("saves_count", "saves_ns"))
     seconds = spent_ns / SECOND_NS
     if n < max(_MIN_PAUSES, 2 * len(events)) or seen_seconds >= _SEEN_RATIO * seconds:
@@ -464,14 +466,21 @@ def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tup
 
 def ns_in(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
     """Return how long each step spent in what these events record with its begin, shape `(steps,)`."""
+    at, is_inside = _steps_of(events, steps)
+    spent = [event.get("spent_ns", event["time_ns"] - event["begun_ns"]) for event in events]
+    weights = np.array(spent, dtype=float)[is_inside]
+    return np.bincount(at[is_inside], weights=weights, minlength=len(steps)).astype(np.float64)
+
+
+def _steps_of(
+    events: Sequence[Mapping[str, Any]], steps: pd.DataFrame
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Return for each event the first step that ends after its begin, and whether that step had begun by then."""
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")
     begun = np.array([event["begun_ns"] for event in events], dtype=float)
-    spent = [event.get("spent_ns", event["time_ns"] - event["begun_ns"]) for event in events]
     at = np.searchsorted(ends, begun)
-    is_inside = (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
-    weights = np.array(spent, dtype=float)[is_inside]
-    return np.bincount(at[is_inside], weights=weights, minlength=len(steps)).astype(np.float64)
+    return at, (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
 
 
 def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> npt.NDArray[np.bool_]:

@@ -279,6 +279,18 @@ def between_epochs(script):
     return [pause for pause in find_pauses(script.tables()) if pause.summary.startswith("Between")]
 
 
+def test_checkpoints_of_two_files_between_epochs_are_part_of_that_time_alone():
+    script = script_with_gaps(5.0, epochs=8)
+    steps = pd.concat(script.parts["step"])["time_ns"].to_numpy()
+    for end in steps[499:-1:500]:
+        saved_ns = end + 2 * 10**9
+        script.event(
+            saved_ns / 1e9, "checkpoint", begun_ns=int(saved_ns - 10**9), saves_count=2, saves_ns=2 * 10**9
+        )
+    (pause,) = find_pauses(script.tables())
+    assert (pause.severity, pause.summary.startswith("Between its epochs")) == ("info", True)
+
+
 def test_loaders_that_are_iterated_together_have_one_time_between_epochs():
     script = script_with_gaps(12.0, script=script_with_gaps(12.0), loader=1)
     (pause,) = between_epochs(script)
