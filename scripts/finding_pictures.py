@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 from playwright.sync_api import FloatRect
 
-from scripts.screenshots import ROOT, address, await_view, chromium, dashboard
+from scripts.screenshots import ROOT, Picture, chromium, dashboard, opened
 from tests.recorded_runs import unpack
 from tidegauge.kinds import KINDS
 
@@ -68,17 +68,14 @@ def photograph(kinds: list[str], home: Path) -> None:
     """Photograph the answers of the pages that show these kinds, as WebP: a third of the size of a PNG."""
     for run in {RUNS[kind] for kind in kinds}:
         unpack(run, home)
-    width, height = SIZE
     with dashboard(home) as base, chromium() as browser:
         for kind in kinds:
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
-            page.goto(address(base, KINDS[kind].pages[0], run=RUNS[kind]))
-            await_view(page)
-            page.wait_for_timeout(1500)  # Plotly draws once more after a resize
-            top, bottom = page.evaluate(ANSWER_EDGES)
-            clip = FloatRect(x=30, y=top + 2, width=width - 60, height=min(bottom - top + 44, MOST_PIXELS))
-            pixels = cv2.imdecode(np.frombuffer(page.screenshot(clip=clip), np.uint8), cv2.IMREAD_COLOR)
-            page.close()
+            picture = Picture(view=KINDS[kind].pages[0], size=SIZE, query={"run": RUNS[kind]}, whole=False)
+            with opened(browser, base, picture) as page:
+                top, bottom = page.evaluate(ANSWER_EDGES)
+                height = min(bottom - top + 44, MOST_PIXELS)
+                shot = page.screenshot(clip=FloatRect(x=30, y=top + 2, width=SIZE[0] - 60, height=height))
+            pixels = cv2.imdecode(np.frombuffer(shot, np.uint8), cv2.IMREAD_COLOR)
             cv2.imwrite(str(PICTURES / f"{kind}.webp"), pixels, [cv2.IMWRITE_WEBP_QUALITY, 60])
             click.echo(f"wrote {kind}.webp")
 

@@ -172,18 +172,25 @@ def _record(home: Path) -> None:
 def _photograph(home: Path, pictures: Mapping[Path, Picture]) -> None:
     with dashboard(home) as base, chromium() as browser:
         for path, picture in pictures.items():
-            width, height = picture.size
-            scheme: Literal["dark", "light"] = "dark" if picture.theme == "dark" else "light"
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            page.goto(address(base, picture.view, **picture.query))
-            await_view(page)
-            if picture.whole:
-                show_whole(page, width)
-            page.wait_for_timeout(1500)  # Plotly draws once more after a resize
             path.parent.mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=path)
-            page.close()
+            with opened(browser, base, picture) as page:
+                page.screenshot(path=path)
             click.echo(f"wrote {path}")
+
+
+@contextmanager
+def opened(browser: Browser, base: str, picture: Picture) -> Iterator[Page]:
+    """The page of a view as a picture shows it, once all of it stands."""
+    width, height = picture.size
+    scheme: Literal["dark", "light"] = "dark" if picture.theme == "dark" else "light"
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.goto(address(base, picture.view, **picture.query))
+    await_view(page)
+    if picture.whole:
+        show_whole(page, width)
+    page.wait_for_timeout(1500)  # Plotly draws once more after a resize
+    yield page
+    page.close()
 
 
 def show_whole(page: Page, width: int) -> None:

@@ -116,13 +116,12 @@ def _hung(findings: list[Finding], end: Finding) -> bool:
     at = end.locus
     is_exit = end.value_of("uncaught_exception_count") is not None
     is_of_command = at.role == "other" or is_exit or end.advice == TIMED_OUT.advice
-    hangs = (one.locus for one in findings if one.kind == "hang" and one.severity == "critical")
+    hangs = (one.locus for one in _hangs_on(at.host, findings) if one.severity == "critical")
     return (
         at.pid is not None
         and at.role != "collector"
         and any(
-            hang.host == at.host
-            and (is_of_command or hang.pid == at.pid or (hang.role != "main" and hang.rank in (None, at.rank)))
+            is_of_command or hang.pid == at.pid or (hang.role != "main" and hang.rank in (None, at.rank))
             for hang in hangs
         )
     )

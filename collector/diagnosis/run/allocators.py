@@ -119,14 +119,10 @@ def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Al
     in_use = samples[np.isfinite(floats(samples, "process_used_bytes"))]
     places = {(allocator.key[0], allocator.device) for allocator in run_allocators}
     places |= set(zip(in_use["host"].astype(str), in_use["device"].astype(int), strict=True))
+    recorded = [allocator for allocator in run_allocators if allocator.key in life.mains]
     for host, device in sorted(places):
         rows = samples[(samples["host"] == host) & (floats(samples, "device") == device)]
-        yield (
-            host,
-            device,
-            rows,
-            [a for a in run_allocators if (a.key[0], a.device) == (host, device) and a.key in life.mains],
-        )
+        yield host, device, rows, [a for a in recorded if (a.key[0], a.device) == (host, device)]
 
 
 def capacity_of(tables: RunTables, allocator: Allocator) -> tuple[float, float]:

@@ -101,7 +101,7 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     events = tables.events_of("checkpoint", by=main)
     saving = np.minimum(_saved_ns(events, steps), np.maximum(work - float(np.median(work)), 0.0))
     seen_seconds = float(saving.sum()) / SECOND_NS
-    frequent = _frequent_saves(tables, steps, seen_seconds, main)
+    frequent = _frequent_saves(tables, steps, events, seen_seconds, main)
     saves = frequent or _saves(tables, steps, saving, main)
     rest = steps.assign(other_ns=np.maximum(floats(steps, "other_ns") - saving, 0.0))
     others = _regular_pauses(tables, rest, work - saving, main, has_save=saving > 0)
@@ -125,41 +125,31 @@ def _timed_steps(tables: RunTables, main: ProcessKey) -> tuple[pd.DataFrame, Flo
 
 def _saved_ns(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
     """Return how long each step was in `torch.save`: an event counts all files since the event before."""
-    spent = (max(event["time_ns"] - event["begun_ns"], event.get("saves_ns") or 0) for event in events)
-    return ns_in([{**event, "spent_ns": spent_ns} for event, spent_ns in zip(events, spent, strict=True)], steps)
+    spent = [max(event["time_ns"] - event["begun_ns"], event.get("saves_ns") or 0) for event in events]
+    return _sums_in(events, spent, steps)
 
 
-def _frequent_saves(tables: RunTables, steps: pd.DataFrame, seen_seconds: float, main: ProcessKey) -> list[Finding]:
+def _frequent_saves(
+    tables: RunTables,
+    steps: pd.DataFrame,
+    saves: Sequence[Mapping[str, Any]],
+    seen_seconds: float,
+    main: ProcessKey,
+) -> list[Finding]:
     """Find the time in `torch.save` of saves that follow each other within a second, at each step, say.
 
     Then most have no event, and little of their time is `seen_seconds`: steps longer than usual that have one.
     """
-    times = floats(steps, "time_ns")
-    events = tables.events_of("checkpoint", by=main)
-    in_steps = _steps_of(events, steps)[1]  # those between epochs are not a step's
-    # What the first event sums up may have been before.
-    events = [event for event, is_in in zip(events, in_steps, strict=True) if is_in][1:]
+    in_steps = _steps_of(saves, steps)[1]  # those between epochs are not a step's
+    # The first event may sum up saves from before these steps.
+    events = [event for event, is_in in zip(saves, in_steps, strict=True) if is_in][1:]
     n, spent_ns = (sum(event.get(name) or 0 for event in events) for name in ("saves_count", "saves_ns"))
     seconds = spent_ns / SECOND_NS
     if n < max(_MIN_PAUSES, 2 * len(events)) or seen_seconds >= _SEEN_RATIO * seconds:
         return []
-    loss = Loss.of(tables, seconds, n, (times[0], times[-1]))
-    if loss.ratio < _LEAST_LOST:
-        return []
-    first = int(np.searchsorted(times, events[0]["time_ns"]))
-    return [
-        Finding(
-            kind="main-thread-pause",
-            severity=loss.severity,
-            confidence=loss.confidence(_MIN_PAUSES),
-            summary=f"The training saves {count(n)} files with torch.save, {duration(seconds / n)} each on "
-            f"average. {loss.words}",
-            locus=_locus(steps, main, "other"),
-            since_step=whole(steps["step"].iloc[min(first, len(steps) - 1)]),
-            evidence=loss.evidence(pause_seconds=seconds / n, saving_count=n),
-            advice=advise(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),
-        )
-    ]
+    first = min(int(np.searchsorted(floats(steps, "time_ns"), events[0]["time_ns"])), len(steps) - 1)
+    what = f"The training saves {count(n)} files with torch.save, {duration(seconds / n)} each on average"
+    return _cost_of_saves(tables, steps, what, n, seconds, first, _locus(steps, main, "other"))
 
 
 def _saves(tables: RunTables, steps: pd.DataFrame, saving: Floats, main: ProcessKey) -> list[Finding]:
@@ -167,21 +157,30 @@ def _saves(tables: RunTables, steps: pd.DataFrame, saving: Floats, main: Process
     at = np.flatnonzero(saving)
     if len(at) < _MIN_PAUSES:
         return []
-    seconds, times = float(saving.sum()) / SECOND_NS, floats(steps, "time_ns")
-    loss = Loss.of(tables, seconds, len(at), (times[0], times[-1]))
+    seconds = float(saving.sum()) / SECOND_NS
+    lengths = dict.fromkeys(duration(float(value) / SECOND_NS) for value in (saving[at].min(), saving[at].max()))
+    what = f"The training pauses {count(len(at))} times while it saves a checkpoint, for {' to '.join(lengths)}"
+    locus = _locus(steps, main, _phase(steps, at, seconds)[0])
+    return _cost_of_saves(tables, steps, what, len(at), seconds, int(at[0]), locus)
+
+
+def _cost_of_saves(
+    tables: RunTables, steps: pd.DataFrame, what: str, n: int, seconds: float, first: int, locus: Locus
+) -> list[Finding]:
+    """Return a finding for `n` saves that took some seconds, from the step at place `first` on, if that matters."""
+    times = floats(steps, "time_ns")
+    loss = Loss.of(tables, seconds, n, (times[0], times[-1]))
     if loss.ratio < _LEAST_LOST:
         return []
-    lengths = dict.fromkeys(duration(float(value) / SECOND_NS) for value in (saving[at].min(), saving[at].max()))
     return [
         Finding(
             kind="main-thread-pause",
             severity=loss.severity,
             confidence=loss.confidence(_MIN_PAUSES),
-            summary=f"The training pauses {count(len(at))} times while it saves a checkpoint, for "
-            f"{' to '.join(lengths)}. {loss.words}",
-            locus=_locus(steps, main, _phase(steps, at, seconds)[0]),
-            since_step=whole(steps["step"].iloc[at[0]]),
-            evidence=loss.evidence(pause_seconds=seconds / len(at), saving_count=len(at)),
+            summary=f"{what}. {loss.words}",
+            locus=locus,
+            since_step=whole(steps["step"].iloc[first]),
+            evidence=loss.evidence(pause_seconds=seconds / n, saving_count=n),
             advice=advise(text=_LESS_SAVING, expected=f"up to {percent(loss.ratio)} less time"),
         )
     ]
@@ -466,9 +465,13 @@ def _phase(steps: pd.DataFrame, at: npt.NDArray[np.intp], seconds: float) -> tup
 
 def ns_in(events: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> Floats:
     """Return how long each step spent in what these events record with its begin, shape `(steps,)`."""
+    return _sums_in(events, [event["time_ns"] - event["begun_ns"] for event in events], steps)
+
+
+def _sums_in(events: Sequence[Mapping[str, Any]], values: Sequence[float], steps: pd.DataFrame) -> Floats:
+    """Return the sum of the values of the events that begin in each step, shape `(steps,)`."""
     at, is_inside = _steps_of(events, steps)
-    spent = [event.get("spent_ns", event["time_ns"] - event["begun_ns"]) for event in events]
-    weights = np.array(spent, dtype=float)[is_inside]
+    weights = np.array(values, dtype=float)[is_inside]
     return np.bincount(at[is_inside], weights=weights, minlength=len(steps)).astype(np.float64)
 
 

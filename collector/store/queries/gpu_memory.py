@@ -231,7 +231,7 @@ def _peak_times(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: i
     table = driver[["gpu", "time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
     table["elapsed_seconds"] = within.elapsed(table["time_ns"])
     taken = np.fmax(driver["used_bytes"], held["reserved_bytes"].to_numpy() + driver["other_used_bytes"].fillna(0))
-    # Of two moments with as much taken, the one at which the allocators held more is the peak.
+    # The allocators may hold more at one of two moments with as much taken: that one is the peak.
     order = np.lexsort((held["time_ns"], held["allocated_bytes"], held["reserved_bytes"], taken))
     highest = table.iloc[order].drop_duplicates(["gpu", "bucket"], keep="last")
     last = table.drop_duplicates("gpu", keep="last")

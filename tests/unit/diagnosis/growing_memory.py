@@ -12,6 +12,8 @@ COLLECTOR = ("node", 90, 4900)
 WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
 FLAT = np.zeros(60)
 RAMP = np.arange(60) / 60
+#: Private memory that was never read.
+UNREAD = np.full(60, np.nan)
 SATURATING = 1 - np.exp(-np.arange(60) / 8)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulated_runs import START_SECONDS
+from simulated_runs import MAIN, START_SECONDS
 
 LIBRARY = "/opt/lib/python3.12"
 TORCH = f"{LIBRARY}/site-packages/torch"
@@ -87,3 +87,8 @@ def _read(one, frames):
         return {"threads": [], "waits": waits, "error": "py-spy is not installed"}
     threads = [{"thread": "MainThread", "waits": one["waits"], "frames": frames}]
     return {"threads": threads, "waits": None, "error": None}
+
+
+#: A training process that waits for a batch, and a worker that waits for an index.
+WAITING = process(MAIN, FOR_A_BATCH, POLL)
+IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)

@@ -10,6 +10,7 @@ from stack_events import (
     AGENT,
     FOR_A_BATCH,
     FOR_AN_INDEX,
+    IDLE,
     IN_A_SAMPLE,
     IN_BACKWARD,
     IN_MAIN,
@@ -17,6 +18,7 @@ from stack_events import (
     LOCK,
     POLL,
     TORCH,
+    WAITING,
     WORKERS,
     process,
 )
@@ -27,9 +29,6 @@ from collector.diagnosis.verdict import diagnose
 from collector.findings import Finding, Locus, measurements
 from collector.stacks import FULL_PIPE
 from training_harness.records import ROLE_MAIN
-
-WAITING = process(MAIN, FOR_A_BATCH, POLL)
-IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
 
 
 @pytest.mark.parametrize(

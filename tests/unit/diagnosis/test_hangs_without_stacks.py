@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 from hanging_trainings import only, stacks, training
 from simulated_runs import MAIN
-from stack_events import FOR_A_BATCH, FOR_AN_INDEX, IN_A_SAMPLE, IN_MAIN, LOCK, POLL, WORKERS, process
+from stack_events import IDLE, IN_A_SAMPLE, IN_MAIN, LOCK, POLL, WAITING, WORKERS, process
 
 from collector.diagnosis.hangs.hang import find_hangs
-
-WAITING = process(MAIN, FOR_A_BATCH, POLL)
-IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
 
 
 def unread(one, waits):

@@ -10,6 +10,7 @@ from growing_memory import (
     RAMP,
     SATURATING,
     SECONDS,
+    UNREAD,
     WORKERS,
     findings_of,
     kinds,
@@ -300,9 +301,6 @@ def test_worker_that_grows_like_a_confirmed_one_is_part_of_the_leak():
     [leak] = findings_of(script)
     assert leak.summary.startswith("Workers 0 and 1 of loader 0 keep taking memory")
     assert leak.value_of("private_dirty_rise_bytes")
-
-
-UNREAD = np.full(60, np.nan)
 
 
 def test_the_hosts_demand_confirms_growth_where_private_memory_was_not_read():

@@ -6,6 +6,7 @@ from growing_memory import (
     COLLECTOR,
     RAMP,
     SECONDS,
+    UNREAD,
     findings_of,
     kinds,
     memory,
@@ -27,9 +28,6 @@ from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.findings import Limit, Locus, measurements
 from collector.units import size
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
-
-#: Private memory that was never read.
-UNREAD = np.full(60, np.nan)
 
 
 def test_host_risk_advises_fewer_workers_only_where_there_are_workers():
